@@ -1,8 +1,8 @@
 """Builds the package with fusedacc/libfusedacc.so, a shared library that uses the LibTorch stable ABI.
 
-It also builds a small Python module from csrc/autograd/. The module's hooks take gradients without running
-Python code. PyTorch's autograd has no stable ABI, so the module works with only one version of torch and of
-Python. Its file name contains both versions. With other versions, the package uses hooks in Python instead.
+It also builds a Python module from csrc/autograd/, the engine that adds gradients. PyTorch's autograd has no
+stable ABI, so the module works with only one version of torch and of Python. Its file name contains both
+versions. With other versions, autograd stores all gradients, and the package adds them from there.
 
 The build needs no GPU and no network.
 
@@ -297,8 +297,8 @@ class BuildLibrary(build_ext):
                 # Delete the module of an earlier build, so that the package does not load it.
                 target.unlink(missing_ok=True)
                 print(
-                    f"fusedacc: the module of native hooks was not built (exit status {error.returncode}): "
-                    "Python's own hooks are used instead",
+                    f"fusedacc: the native engine was not built (exit status {error.returncode}): "
+                    "autograd stores all gradients, and fusedacc adds them from there",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -341,8 +341,8 @@ else:
         extensions.append(Extension("fusedacc._autograd", sources=[]))
     else:
         print(
-            "fusedacc: Python.h was not found: building without the module of native hooks; Python's own "
-            "hooks are used instead",
+            "fusedacc: Python.h was not found: building without the native engine; autograd "
+            "stores all gradients, and fusedacc adds them from there",
             file=sys.stderr,
             flush=True,
         )

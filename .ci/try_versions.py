@@ -7,7 +7,7 @@ torch that pyproject.toml allows, and one with the newest torch on the index. In
 `try_wheel.py` and a quick part of the test suite run twice:
 
 - with the wheel, whose library must load although it was built with another torch;
-- with an install from the sources, which also builds the native hooks. All environments install from one
+- with an install from the sources, which also builds the native engine. All environments install from one
   checkout, and have the same path. So each build finds the objects of the build before, made with the headers
   of another torch in the same folder, and must compile every file again.
 
@@ -38,7 +38,7 @@ QUICK = (
     "tests/kernels/test_native_ops.py",
     "tests/kernels/test_compile.py",
     "tests/accumulators/test_p_grad.py",
-    "tests/autograd/test_eligibility.py",
+    "tests/autograd/test_reasons.py",
     "tests/autograd/test_reshaped_parameters.py",
     "tests/autograd/test_unusual_gradients.py",
     "tests/nn/test_autograd.py",
@@ -55,8 +55,8 @@ QUICK = (
     "tests/property/test_property.py",
     "tests/commands/test_info.py",
 )
-#: Tests of the native hooks, which exist only in a build with the same torch.
-NATIVE = ("tests/autograd/test_native_hooks.py", "tests/nn/test_native_functions.py")
+#: Tests of the native engine, which exists only in a build with the same torch.
+NATIVE = ("tests/autograd/test_engine.py", "tests/nn/test_native_functions.py")
 TOOLS = ("setuptools>=77", "wheel", "numpy", "pytest", "expecttest")
 #: The package's sources. The copy for the tests leaves them out.
 SOURCES = ("fusedacc", "csrc", "setup.py")
@@ -123,9 +123,9 @@ class Environment:
         steps = re.findall(r"fusedacc: \[(\d+)/(\d+)\]", installing.stdout + installing.stderr)
         compiled = f"{len(steps)} of {steps[-1][1]}" if steps else "-"
         info = self.run("-m", "fusedacc", "info")
-        hooks = re.search(r"^hooks: (native|in Python)", info.stdout, re.MULTILINE)
+        engine = re.search(r"^engine: (native|none)", info.stdout, re.MULTILINE)
         training = self.run(".ci/try_wheel.py")
-        chosen = [*QUICK, *(NATIVE if hooks and hooks[1] == "native" else ())]
+        chosen = [*QUICK, *(NATIVE if engine and engine[1] == "native" else ())]
         begin = time.monotonic()
         tests = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
         seconds = time.monotonic() - begin
@@ -133,7 +133,7 @@ class Environment:
         counts = {word: number for line in last for number, word in re.findall(r"(\d+) (\w+)", line)}
         results = ["fails" if result.returncode else "runs" for result in (info, training)]
         numbers = [counts.get(word, "0") for word in ("passed", "failed", "skipped")]
-        cells = [compiled, hooks[1] if hooks else "?", *results, *numbers, f"{seconds:.0f}"]
+        cells = [compiled, engine[1] if engine else "?", *results, *numbers, f"{seconds:.0f}"]
         # An object that is not compiled again is of the torch before.
         is_complete = package != str(CHECKOUT) or (bool(steps) and len(steps) == int(steps[-1][1]))
         return cells, is_complete and not any(result.returncode for result in (info, training, tests))
@@ -157,7 +157,7 @@ def main() -> None:
         "torch",
         "installed",
         "compiled",
-        "hooks",
+        "engine",
         "info",
         "training",
         "passed",

@@ -43,17 +43,6 @@ fusedacc/optimizer: tests/autograd
 # gradients of autograd's are not collected
 -self._add_stored(foreign)
 +pass
-fusedacc/autograd: tests/autograd/test_eligibility.py
-# gradients of a frozen parameter are taken
--return not slot.param.requires_grad
-+return False
-# post-accumulate hooks see nothing
--return bool(slot.param._post_accumulate_grad_hooks)
-+return False
-fusedacc/autograd: tests/autograd/test_unusual_gradients.py
-# a shared gradient becomes the sum
--sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
-+sole = True
 fusedacc/optimizer: tests/optimizer/test_update.py
 # the norm is left out of clipping
 -.clamp(max=1.0)
@@ -75,13 +64,12 @@ fusedacc/optimizer: tests/optimizer/test_resume.py
 +partial = False
 fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/accumulators/test_deferred_scale.py
 # a deep copy forgets what is deferred
--PUBLISHED, float(accumulators.deferred[slot])
+-PUBLISHED, float(slot.beta)
 +PUBLISHED, 1.0
 fusedacc/autograd: tests/optimizer/test_lifetime.py
 # close() leaves the hooks
--            hooked.handle.remove()
--            self._hooks.detach(slot)
-+            self._hooks.detach(slot)
+-            self._engine.detach(slot)
++            pass
 fusedacc/autograd: tests/nn
 # a module hides a weight's gradient from its hook
 -or param._backward_hooks
@@ -122,9 +110,10 @@ fusedacc/accumulators: tests/nn/test_expert_parts.py
 +if True:
 fusedacc/autograd: tests/nn/test_expert_parts.py
 # experts of a failed backward are counted in the next
-             else:
+-            if all(map(self.engine.has_failed, tasks)):
 -                self.accumulators.in_place.forget()
-+                self.accumulators.in_place.complete()
++            if False:
++                pass
 fusedacc/nn: tests/nn/test_stand_ins.py
 # a stand-in outlives the forward that it was made for
 -                    del attributes[name]

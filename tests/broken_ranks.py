@@ -177,8 +177,8 @@ fusedacc/distributed: tests/distributed/test_random_pipelines.py
 +for listener in list(_listeners)[:: -1 if __import__("torch").distributed.get_rank() > 1 else 1]:
 fusedacc/autograd: tests/distributed/test_attached_pipelines.py::TestOnOneRank
 # native code does the products that W is to do
--alone = len(self.take_over_tasks()) == 1 and self.undone is None
-+alone = len(self.take_over_tasks()) == 1
+-        self.engine.set_postpones(undone is not None)
++        pass
 fusedacc/distributed:
 tests/distributed/test_attached_pipelines.py::test_ranks_that_differ_are_refused_on_every_rank
 # ranks of a pipeline may have other weights
@@ -234,8 +234,7 @@ fusedacc/distributed: tests/distributed/test_data_parallel.py
 +pass
 fusedacc/autograd: tests/distributed/test_experts_on_ranks.py
 # a sum is sent in mid-backward of which some experts only are there
--            self._complete(task, slots)
-         for slot in slots:
+-        self._complete(slots)
 fusedacc/distributed: tests/distributed/test_faults.py
 # a reduction that was given up is begun again
 -if self._under_way and self._num_sent == 0:

@@ -1,4 +1,4 @@
-"""Situations in which gradients arrive, to compare native hooks, Python hooks and plain PyTorch.
+"""Situations in which gradients arrive, to compare the native engine, no engine and plain PyTorch.
 
 A situation is a function of a `Run`. Through the `Run` it makes its optimizer, runs micro-batches and records
 the values to compare.
@@ -25,7 +25,7 @@ from fusedacc.traffic import TrafficMeter
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop with windows of four micro-batches. In two loops, native code begins and ends the windows."""
+    """A loop with windows of four micro-batches."""
 
     dtype: torch.dtype
     counted: bool
@@ -94,7 +94,6 @@ class Run:
         if not self.stock:
             opt = self.opt
             self.see(opt.micro_step, opt.num_updates, opt.num_skipped, opt.grad_norm)
-            self.see([line for line in opt.explain().splitlines() if not line.startswith("hooks: ")])
 
     def backward(self, *losses: Tensor, **options: Any) -> None:
         """Run the backwards of one micro-batch."""

@@ -10,12 +10,13 @@ class Mutant:
 
     Attributes:
         name: what is wrong with it.
-        where: the file or folder to change, relative to the root. Nothing is built, so of csrc only headers
-            that tests compile can be broken.
+        where: the file or folder to change, relative to the root. Of csrc, only csrc/autograd is compiled
+            again, so elsewhere in it only headers that tests compile can be broken.
         old: the text to replace, which must occur exactly once.
         new: the replacement.
         tests: paths or pytest node ids, separated by spaces. At least one must fail. "-k" and a part of a
             name may follow.
+        ptx: on the emulated GPU, whether to run the kernels as nvcc's PTX.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Mutant:
     old: str
     new: str
     tests: str
+    ptx: bool = False
 
 
 def read_mutants(text: str) -> tuple[Mutant, ...]:

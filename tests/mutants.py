@@ -2,36 +2,31 @@
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each mutant of `broken_fixes.py`, `broken_likely.py` and `broken_ranks.py` replaces one piece of text in a
-copy of the project. Its tests must fail in that copy, and must pass in a copy without the replacement. Tests
-may be removed from `make test` as long as every mutant is still caught.
+Each mutant of `broken_*.py` replaces one piece of text in a copy of the project. If it changes the native
+module, the module is compiled again. Its tests must fail in that copy, and must pass in a copy without the
+replacement. Tests may be removed from `make test` as long as every mutant is still caught.
 """
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from broken_engine import ENGINE_BREAKS
 from broken_fixes import FIXES
 from broken_likely import BREAKS
 from broken_ranks import RANK_BREAKS
 from mutant import Mutant
+from mutant_copies import occurrences, project
 
-ROOT = Path(__file__).resolve().parents[1]
-MUTANTS = (*FIXES, *BREAKS, *RANK_BREAKS)
-#: Folders to copy, because a mutant may change them or because their files look for the root. All others
-#: become links.
-COPIED = ("csrc", "fusedacc", "tests")
+MUTANTS = (*FIXES, *BREAKS, *ENGINE_BREAKS, *RANK_BREAKS)
 #: Seconds after which hanging tests count as failed, so that they catch the mutant.
 PATIENCE = 900
 
@@ -42,34 +37,6 @@ class Outcome:
 
     failed: str
     seconds: float
-
-
-def files(root: Path, mutant: Mutant) -> list[Path]:
-    """Return the source files that contain the mutant's text."""
-    where = root / mutant.where
-    sources = [where] if where.is_file() else sorted(where.rglob("*.py"))
-    return [source for source in sources if mutant.old in source.read_text()]
-
-
-def occurrences(mutant: Mutant) -> int:
-    """Return how often the mutant's text occurs."""
-    return sum(source.read_text().count(mutant.old) for source in files(ROOT, mutant))
-
-
-@contextlib.contextmanager
-def project(mutant: Mutant | None = None) -> Iterator[Path]:
-    """Copy the project and put the mutant into the copy."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for source in ROOT.iterdir():
-            if source.name in COPIED:
-                shutil.copytree(source, copy / source.name)
-            elif source.name != ".pytest_cache":
-                (copy / source.name).symlink_to(source)
-        if mutant is not None:
-            (target,) = files(copy, mutant)
-            target.write_text(target.read_text().replace(mutant.old, mutant.new))
-        yield copy
 
 
 def run(copy: Path, tests: Iterable[str]) -> Outcome:

@@ -10,7 +10,8 @@ with a head that computes the loss without logits.
 - "time": an eighth of a window, its update included. "time: update": the window's update alone.
 
 Goals for ours relative to each loop of plain PyTorch with float32 sums: no slower, and a peak no higher than
-the lower one's plus a bucket of 25 MB and the gradients' cast to bfloat16 at the update.
+the lower one's, plus the gradients' cast to bfloat16 at the update and, on a GPU, the gradients that may wait
+for a launch.
 
 --seconds stops the suite between ways and rounds, so that it can run where time is limited. The cases are in
 the order of their importance, and rows are written as soon as they are measured.
@@ -32,7 +33,7 @@ from ..contestants import gpt
 from ..contestants.gpt import FUSED, INEXACT, INSIDE, WAYS, WRAPPED, Size, Training
 from ..contestants.loops import LoopVariant, MicroBatch
 from ..records import Case, Goal, Results, cannot_run, row
-from .training import BUCKET, Clock
+from .training import Clock, waiting_megabytes
 
 STEPS = 8
 EAGER, COMPILED = "eager", "compiled"
@@ -184,8 +185,8 @@ class Cell:
         stock = [self.peaks[other.name] for other in WAYS if other.competes and other.name in self.peaks]
         if way.competes or way is INEXACT or not stock or self.quick:
             return {}
-        room = (BUCKET + 2 * sum(p.numel() for p in self.reference)) / 1e6
-        return {way.name: (min(stock) + room, "the lower of PyTorch's + bucket and cast")}
+        room = 2 * sum(p.numel() for p in self.reference) / 1e6 + waiting_megabytes(self.task.device)
+        return {way.name: (min(stock) + room, "the lower of PyTorch's + cast")}
 
     def measure(self, rounds: int, deadline: Deadline) -> None:
         """Add the rows of all ways."""

@@ -5,7 +5,8 @@
 - resident: the kernel's high-water mark of the process (VmHWM, reset after a warm-up). `MALLOC` makes the C
   library return every large block at once.
 
-Goal: no more than stock's, with sums of the same dtype, plus one bucket of 25 MB.
+Goal: no more than stock's with sums of the same dtype, within 2 %. On a GPU the gradients that may wait for a
+launch come on top.
 """
 
 import dataclasses
@@ -19,8 +20,10 @@ from examples.demo.model import load_text
 from .. import harness
 from ..harness import in_process, processes, progress
 from ..records import Case, Results, value_rows
+from .training import waiting_megabytes
 
-BUCKET = 25_000_000
+#: How much more than its goal's limit a peak may be, because two processes never allocate alike.
+ROOM = 0.02
 #: OpenMP's threads sleep, because nothing is timed.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -62,6 +65,7 @@ def figures(results: Results, effort: str) -> None:
     cases = list(itertools.product(widths, ("float32",) if effort == "quick" else DTYPES))
     steps = 2
     updates = 1 if effort == "quick" else 2
+    waiting = waiting_megabytes(results.device)
     for width, dtype in progress(cases, "peak memory", "case"):
         shapes = f"transformer of 3 blocks of width {width}, {steps} micro-batches"
         dtypes = {"bfloat16": "bfloat16 into float32"}.get(dtype, dtype)
@@ -71,7 +75,7 @@ def figures(results: Results, effort: str) -> None:
         for instrument in peaks["stock"] if all(peaks.values()) else ():
             seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
             peak = {loop: peaks[loop][instrument] / 1e6 for loop in KINDS}
-            limits = {"fusedacc": (peak["stock"] + BUCKET / 1e6, "stock + bucket")}
+            limits = {"fusedacc": (peak["stock"] + waiting, "stock", ROOM)}
             results.add(value_rows(seen, "peak memory", "MB", peak, limits))
 
 

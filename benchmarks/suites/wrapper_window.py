@@ -3,8 +3,8 @@
 One graph is as cheap as possible: one node whose backward makes all gradients in one call, so that taking and
 adding gradients is most of the time. The other is a stack of small Linear layers.
 
---limits: from how many MiB on is a gradient best added at once, on a GPU? Each way has another limit of
-`fusedacc.autograd.python_hooks`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "at_once".
+--limits: after how many MiB of gradients is a launch best, on a GPU? Each way has another
+`fusedacc.engine.BUCKET_BYTES`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "bucket".
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fusedacc.autograd import python_hooks
+from fusedacc import engine
 from fusedacc.commands.timing import Run, cpu_timer, synchronize, timer_for
 
 from .. import harness
@@ -116,15 +116,15 @@ def figures(results: Results, effort: str) -> None:
 
 def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
     parameters = model_shapes.load("gpt2", effort == "quick")
-    case = Case("at_once", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
+    case = Case("bucket", "gpt2", "window", model_shapes.describe(parameters, parameters), "bfloat16")
     device = results.device
     variants = []
     task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)
     for size in mebibytes:
-        with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: size * 2**20}):  # hooks read it once
+        with mock.patch.object(engine, "BUCKET_BYTES", size * 2**20):  # an engine reads it once
             run = task.window(loops.Wrapped)
         run()
-        variants.append(counted_variant(f"from {size} MiB", run))
+        variants.append(counted_variant(f"{size} MiB", run))
     rounds = {"quick": 3, "short": 11, "full": 31}[effort]
     results.add(measure(case, variants, rounds, timer=timer_for(device)))
 

@@ -1,175 +1,131 @@
 #include "hook.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <string_view>
-#include <typeinfo>
 
 namespace fusedacc::autograd {
 namespace {
 
-// Whether only the tensor refers to its Python wrapper, and the wrapper is no subclass.
-template <class Slot>
-bool is_idle(const Slot& wrapper) {
-  if constexpr (requires { wrapper.has_unique_reference(); }) {
-    return wrapper.has_unique_reference() &&
-           reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
-  } else {
-    return false;  // in this torch such a wrapper does not count as a reference
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// What both hooks have. They refer weakly to the engine and the slot, because a graph of the user may keep
+// the node, and do nothing once the slot has another node.
+class Hook {
+ public:
+  virtual ~Hook() = default;
+
+  bool is_for(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot) const {
+    return slot_.lock() == slot && engine_.lock() == engine;
   }
-}
 
-// Whether only the engine refers to the gradient, so that no other code can change it. A gradient from Python
-// or from a compiled graph also has a Python wrapper.
-bool is_sole(const at::Tensor& gradient) {
-  const size_t references = gradient.use_count();
-  return references == 1 || (references == 2 && is_idle(*gradient.unsafeGetTensorImpl()->pyobj_slot()));
-}
+ protected:
+  Hook(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, AccumulateGrad* node)
+      : engine_(engine), slot_(slot), node_(node) {}
 
-// Whether no other tensor shares the gradient's memory, and p.grad may be the gradient itself: it has no lazy
-// negation and no graph. A transposed product is a view of a tensor that only the view refers to.
-bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
-  if (!same_layout(gradient, parameter) || !is_plain(gradient) || gradient.requires_grad()) return false;
-  const size_t users = gradient.storage().use_count();
-  return gradient.is_view() ? users == 2 && gradient._base().use_count() == 1 : users == 1;
-}
+  // The slot, if the hook is in force; else null.
+  std::shared_ptr<Slot> slot() const {
+    std::shared_ptr<Slot> found = slot_.lock();
+    return found && found->node == node_ ? found : nullptr;
+  }
 
-// Whether the hook calls nothing, because all Python hooks were removed.
-bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
-  const torch::autograd::FunctionPostHook& unwrapped = *hook;
-  // By its name: torch does not export what a dynamic_cast would need.
-  if (std::string_view(typeid(unwrapped).name()) != "N5torch8autograd18PyFunctionPostHookE") return false;
-  return PyDict_GET_SIZE(static_cast<const torch::autograd::PyFunctionPostHook&>(unwrapped).dict) == 0;
-}
+  const std::weak_ptr<Engine> engine_;
+  const std::weak_ptr<Slot> slot_;
+  AccumulateGrad* const node_;  // owns the hook
+};
 
-}  // namespace
+class BeforeNode : public Hook, public torch::autograd::FunctionPreHook {
+ public:
+  BeforeNode(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, AccumulateGrad* node)
+      : Hook(engine, slot, node) {}
 
-bool has_post_hook(const torch::autograd::Node& node) {
-  const auto& hooks = node.post_hooks();
-  return !std::all_of(hooks.begin(), hooks.end(), is_empty);
-}
+  variable_list operator()(const variable_list& gradients) override {
+    const std::shared_ptr<Engine> engine = engine_.lock();
+    const std::shared_ptr<Slot> slot = this->slot();
+    if (!engine || !slot || gradients.size() != 1) return gradients;
+    return engine->deliver(slot, *node_, gradients[0]) ? variable_list{at::Tensor()} : gradients;
+  }
+  // Compiled autograd stores all gradients, and `step()` adds them.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    const std::shared_ptr<Engine> engine = engine_.lock();
+    if (engine) engine->note_bypass();
+  }
+};
 
-std::shared_ptr<HookState> hook_on(torch::autograd::Node& node, const PyObject* slot) {
-  for (const auto& hook : node.pre_hooks()) {
-    const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
-    if (ours != nullptr && ours->active() && ours->state()->slot == slot) return ours->state();
+class AfterNode : public Hook, public torch::autograd::FunctionPostHook {
+ public:
+  AfterNode(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, AccumulateGrad* node)
+      : Hook(engine, slot, node) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    const std::shared_ptr<Engine> engine = engine_.lock();
+    const std::shared_ptr<Slot> slot = this->slot();
+    if (engine && slot) engine->after_node(slot);
+    return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+};
+
+// The hook of ours in this list for this slot; null if there is none.
+template <class Hooks>
+Hook* find_hook(const Hooks& hooks, const std::shared_ptr<Engine>& engine,
+                const std::shared_ptr<Slot>& slot) {
+  for (const auto& hook : hooks) {
+    auto* const ours = dynamic_cast<Hook*>(hook.get());
+    if (ours != nullptr && ours->is_for(engine, slot)) return ours;
   }
   return nullptr;
 }
 
-namespace {
+// Python's attributes of a tensor that torch.autograd reads. Null without a Python object.
+const THPVariable* python_part(const at::Tensor& tensor) {
+  return reinterpret_cast<const THPVariable*>(tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj());
+}
 
-std::mutex latest_hooks_mutex;
-std::unordered_map<const PyObject*, std::weak_ptr<HookState>>& latest_hooks() {
-  static auto& hooks = *new std::unordered_map<const PyObject*, std::weak_ptr<HookState>>;
-  return hooks;
+bool is_filled(PyObject* hooks) {
+  return hooks != nullptr && (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0);
 }
 
 }  // namespace
 
-void LatestHooks::set(const std::shared_ptr<HookState>& hook) {
-  std::lock_guard<std::mutex> lock(latest_hooks_mutex);
-  std::erase_if(latest_hooks(), [](const auto& entry) { return entry.second.expired(); });
-  latest_hooks().insert_or_assign(hook->slot, hook);
+bool has_post_hook(const Node& node) {
+  return std::any_of(node.post_hooks().begin(), node.post_hooks().end(),
+                     [](const auto& hook) { return dynamic_cast<const AfterNode*>(hook.get()) == nullptr; });
 }
 
-std::shared_ptr<HookState> LatestHooks::find(const PyObject* slot) {
-  std::lock_guard<std::mutex> lock(latest_hooks_mutex);
-  const auto entry = latest_hooks().find(slot);
-  const auto hook = entry == latest_hooks().end() ? nullptr : entry->second.lock();
-  return hook && hook->active ? hook : nullptr;
+bool has_hooks(const at::Tensor& tensor) {
+  if (torch::autograd::impl::hooks(tensor).empty()) return false;
+  const THPVariable* python = python_part(tensor);
+  // torch keeps an empty dictionary after all Python hooks were removed.
+  return python == nullptr || python->backward_hooks == nullptr || is_filled(python->backward_hooks);
 }
 
-void Bucket::put(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
-                 int64_t nbytes) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (!gradient.is_cpu()) taken_on_ = current_stream(gradient);
-  append(slot, index, parameter, gradient, nbytes);
+bool has_post_accumulate_hook(const at::Tensor& parameter) {
+  if (torch::autograd::impl::post_acc_grad_hooks(parameter) == nullptr) return false;
+  const THPVariable* python = python_part(parameter);
+  return python == nullptr || python->post_accumulate_grad_hooks == nullptr ||
+         is_filled(python->post_accumulate_grad_hooks);
 }
 
-bool Bucket::put_if_room(PyObject* slot, int64_t index, const at::Tensor& parameter,
-                         const at::Tensor& gradient, int64_t nbytes) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (nbytes_ + nbytes >= limit_) return false;
-  if (!gradient.is_cpu() && (!taken_on_.has_value() || *taken_on_ != current_stream(gradient))) return false;
-  append(slot, index, parameter, gradient, nbytes);
-  return true;
+AccumulateGrad* accumulate_node(PyObject* node) {
+  if (!torch::autograd::THPCppFunction_Check(node)) return nullptr;
+  return dynamic_cast<AccumulateGrad*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata.get());
 }
 
-bool Bucket::put_sum(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
-                     at::ScalarType dtype) {
-  if (!makes_sums_ || gradient.scalar_type() != dtype || parameter.grad().defined() ||
-      !is_adoptable(gradient, parameter)) {
-    return false;
-  }
-  std::lock_guard<std::mutex> guard(mutex_);
-  append(slot, index, parameter, gradient, /*nbytes=*/0);
-  return true;
-}
-
-void Bucket::append(PyObject* slot, int64_t index, const at::Tensor& parameter, const at::Tensor& gradient,
-                    int64_t nbytes) {
-  adoptable_ = adoptable_ && is_adoptable(gradient, parameter);
-  slots_.push_back(slot);
-  indices_.push_back(index);
-  gradients_.push_back(gradient);
-  nbytes_ += nbytes;
-}
-
-Bucket::Content Bucket::take() {
-  std::lock_guard<std::mutex> guard(mutex_);
-  nbytes_ = 0;
-  taken_on_.reset();
-  return {std::exchange(slots_, {}), std::exchange(indices_, {}), std::exchange(gradients_, {}),
-          std::exchange(adoptable_, true)};
-}
-
-bool Bucket::makes_sums(ImmediateAdder& adder) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  const auto lacks = [&](int64_t index) { return index >= 0 && !adder.has_written(index); };
-  return adoptable_ && std::all_of(indices_.begin(), indices_.end(), lacks);
-}
-
-torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
-  if (!entry_->active) return gradients;  // the Python hook was removed too
-  if (gradients.size() == 1 && try_take(gradients[0])) return {at::Tensor()};
-  return (*python_)(gradients);
-}
-
-Case HookState::case_of(const at::Tensor& gradient, torch::autograd::AccumulateGrad& node) const {
-  const at::Tensor& parameter = node.variable;
-  if (!parameter.requires_grad()) return Case::kFrozen;
-  if (is_reduced_outside(node)) return Case::kReducedOutside;
-  if (torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr) return Case::kPostAccumulateHook;
-  if (!gradient.defined()) return Case::kAbsent;
-  if (!is_plain(gradient)) return Case::kNotPlain;
-  if (needs_eager) return Case::kNeedsEager;
-  if (gradient.scalar_type() != dtype || gradient.device() != device) return Case::kOtherLane;
-  return Case::kOrdinary;
-}
-
-bool TakingHook::try_take(const at::Tensor& gradient) const {
-  const HookState& entry = *entry_;
-  const at::Tensor& parameter = node_->variable;
-  const int task = torch::autograd::get_current_graph_task_id();
-  const Case found = entry.case_of(gradient, *node_);
-  // A module has added it in place, or the pass has none. A pass that Python does not know yet begins with
-  // it.
-  if (found == Case::kAbsent) return entry.tasks->find(task);
-  if (found != Case::kOrdinary) return false;
-  if (entry.direct->take(task, entry.index, gradient, parameter, is_sole(gradient))) return true;
-  // At a window's first gradient this finds a bucket only because `take` has called `MiddleOfWindow::enter`,
-  // which opens the task's buckets.
-  const std::shared_ptr<Bucket> bucket = entry.buckets->find(task);
-  if (!bucket || !is_sole(gradient)) return false;
-  if (entry.is_large) {
-    return bucket->put_sum(entry.slot, entry.index, parameter, gradient, entry.accumulator_dtype);
-  }
-  return bucket->put_if_room(entry.slot, entry.index, parameter, gradient, entry.nbytes);
+void attach(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, PyObject* object) {
+  AccumulateGrad* const node = accumulate_node(object);
+  TORCH_CHECK(node != nullptr, "node is no AccumulateGrad node");
+  slot->node = node;
+  if (node->variable.is_cuda()) engine->note_gpu();
+  // The lists must not change while the node runs, which then has the hooks.
+  if (find_hook(node->pre_hooks(), engine, slot) != nullptr) return;
+  node->add_pre_hook(std::make_unique<BeforeNode>(engine, slot, node));
+  node->add_post_hook(std::make_unique<AfterNode>(engine, slot, node));
 }
 
 }  // namespace fusedacc::autograd

@@ -12,11 +12,10 @@
 
 namespace fusedacc::autograd {
 
-c10::Stream current_stream(const c10::Device& device) {
+std::optional<c10::Stream> current_stream(const c10::Device& device) {
+  if (!device.is_cuda()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
-
-c10::Stream current_stream(const at::Tensor& tensor) { return current_stream(tensor.device()); }
 
 namespace {
 
@@ -27,80 +26,113 @@ void wait_for(const c10::Stream& stream, const c10::Stream& earlier) {
   event.block(stream);
 }
 
+c10::IValue tensor_of(const Number& number) {
+  return number.on_host() ? c10::IValue() : c10::IValue(number.tensor);
+}
+
 }  // namespace
 
-LaunchQueue::Batch& LaunchQueue::batch_for(const Batch& like) {
-  const auto fits = [&](const Batch& batch) {
-    return batch.stream == like.stream && batch.gradient_dtype == like.gradient_dtype &&
-           batch.sum_dtype == like.sum_dtype && batch.scale == like.scale && batch.beta == like.beta;
-  };
-  const auto batch = std::find_if(batches_.begin(), batches_.end(), fits);
-  return batch == batches_.end() ? batches_.emplace_back(like) : *batch;
-}
-
-void LaunchQueue::add(const at::Tensor& sum, const at::Tensor& gradient, double scale, double beta,
-                      bool may_wait) {
-  const Identity identity = sum.unsafeGetTensorImpl();
-  if (waiting_.count(identity) != 0) launch();  // no launch adds to a sum twice
-  Batch& batch = batch_for({current_stream(sum), gradient.scalar_type(), sum.scalar_type(), scale, beta,
-                            /*sums=*/{}, /*gradients=*/{}});
-  batch.sums.push_back(sum);
-  batch.gradients.push_back(gradient);
-  waiting_.insert(identity);
-  nbytes_ += static_cast<int64_t>(gradient.nbytes());
-  if (!may_wait || nbytes_ >= limit_) launch();
-}
-
-void LaunchQueue::order(const at::Tensor& sum, const c10::Stream& stream) {
-  const auto [writer, is_first] = last_writers_.try_emplace(sum.unsafeGetTensorImpl(), stream);
-  if (is_first) return;
-  wait_for(stream, writer->second);
-  writer->second = stream;
-}
-
-void LaunchQueue::write(const at::Tensor& sum) {
-  settle(sum);
-  order(sum, current_stream(sum));
-}
-
-void LaunchQueue::settle(const at::Tensor& sum) {
-  const Identity identity = sum.unsafeGetTensorImpl();
-  if (waiting_.count(identity) != 0) launch();
-  const auto writer = last_writers_.find(identity);
-  if (writer != last_writers_.end()) wait_for(current_stream(sum), writer->second);
-}
-
-void LaunchQueue::launch() {
-  // If a launch raises, nothing waits any more: the backward pass has failed.
-  const std::vector<Batch> batches = std::exchange(batches_, {});
-  waiting_.clear();
-  nbytes_ = 0;
-  for (const Batch& batch : batches) {
-    for (const at::Tensor& sum : batch.sums) order(sum, batch.stream);
-    run(batch);
-  }
-}
-
-void LaunchQueue::run(const Batch& batch) {
+void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients,
+                  const Addition& addition) {
   static const auto accumulate =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusedacc::scale_accumulate_", "");
   const at::NoGradGuard no_grad;
-  const c10::StreamGuard on_stream(batch.stream);
+  std::vector<bool> overwrite;
+  if (addition.overwrites) overwrite.push_back(true);  // one flag for all
   torch::jit::Stack stack;
-  torch::jit::push(stack, batch.sums, batch.gradients, c10::IValue(), batch.scale, std::vector<bool>{},
-                   c10::IValue(), batch.beta, /*seed=*/int64_t{0}, std::vector<int64_t>{});
+  torch::jit::push(stack, sums, gradients, tensor_of(addition.scale), addition.scale.value, overwrite,
+                   tensor_of(addition.beta), addition.beta.value, /*seed=*/int64_t{0},
+                   /*streams=*/std::vector<int64_t>{});
   accumulate.callBoxed(stack);
 }
 
+void LaunchQueue::add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+                      const Addition& addition, bool may_wait) {
+  put(slot, sum, gradient, addition, /*task=*/nullptr, may_wait);
+}
+
+void LaunchQueue::add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
+                                const std::shared_ptr<BackwardPass>& task, bool may_wait) {
+  put(slot, /*sum=*/at::Tensor(), gradient, Addition(), task, may_wait);
+}
+
+void LaunchQueue::put(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+                      const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait) {
+  if (slot->waits) flush();  // no launch adds to a sum twice
+  const std::optional<c10::Stream> stream = current_stream(gradient.device());
+  const auto fits = [&](const Batch& batch) {
+    return batch.stream == stream && batch.gradient_dtype == gradient.scalar_type() && batch.task == task &&
+           batch.addition.is_same(addition);
+  };
+  auto batch = std::find_if(batches_.begin(), batches_.end(), fits);
+  if (batch == batches_.end()) {
+    batches_.push_back(
+        {.stream = stream, .gradient_dtype = gradient.scalar_type(), .addition = addition, .task = task});
+    batch = batches_.end() - 1;
+  }
+  batch->slots.push_back(slot);
+  if (task == nullptr) batch->sums.push_back(sum);
+  batch->gradients.push_back(gradient);
+  slot->waits = true;
+  nbytes_ += static_cast<int64_t>(gradient.nbytes());
+  if (!may_wait || nbytes_ >= limit_) flush();
+}
+
+void LaunchQueue::order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream) {
+  if (slot->writer.has_value()) {
+    wait_for(stream, *slot->writer);
+  } else {
+    written_.push_back(slot);
+  }
+  slot->writer = stream;
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+}
+
+void LaunchQueue::write(const std::shared_ptr<Slot>& slot) {
+  if (slot->waits) flush();
+  const std::optional<c10::Stream> stream = current_stream(slot->parameter().device());
+  if (stream.has_value()) order(slot, *stream);
+}
+
+void LaunchQueue::flush() {
+  // If a launch raises, nothing waits any more: the backward pass has failed.
+  std::vector<Batch> batches = std::exchange(batches_, {});
+  nbytes_ = 0;
+  for (const Batch& batch : batches) {
+    for (const auto& slot : batch.slots) slot->waits = false;
+  }
+  for (Batch& batch : batches) run(batch);
+}
+
+void LaunchQueue::run(Batch& batch) {
+  if (batch.stream.has_value()) {
+    for (const auto& slot : batch.slots) order(slot, *batch.stream);
+  }
+  const c10::OptionalStreamGuard on_stream(batch.stream);
+  if (batch.task == nullptr) {
+    run_addition(batch.sums, batch.gradients, batch.addition);
+  } else {
+    add_in_python_(batch.slots, std::move(batch.gradients), batch.task);
+  }
+}
+
 void LaunchQueue::join() {
-  launch();
-  std::vector<c10::Stream> streams;
-  for (const auto& [sum, stream] : last_writers_) {
-    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+  flush();
+  for (const c10::Stream& stream : streams_) wait_for(*current_stream(stream.device()), stream);
+}
+
+void LaunchQueue::forget() {
+  for (const auto& slot : written_) slot->writer.reset();
+  written_.clear();
+  streams_.clear();
+}
+
+void LaunchQueue::drop() {
+  for (const Batch& batch : batches_) {
+    for (const auto& slot : batch.slots) slot->waits = false;
   }
-  for (const c10::Stream& stream : streams) {
-    wait_for(current_stream(stream.device()), stream);
-  }
+  batches_.clear();
+  nbytes_ = 0;
 }
 
 }  // namespace fusedacc::autograd

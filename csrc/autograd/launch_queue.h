@@ -1,64 +1,93 @@
-// Additions to sums on GPUs that wait for a common launch, and the order of the streams that write to these
-// sums. The engine of autograd orders streams only for the gradients that it passes on itself.
+// Additions to sums that wait for a common launch, and the order of the streams that write to these sums. The
+// engine of autograd orders streams only for the gradients that it passes on itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
-#include <unordered_map>
-#include <unordered_set>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <vector>
+
+#include "backward_pass.h"
 
 namespace fusedacc::autograd {
 
-// The current stream of a device, or of the tensor's.
-c10::Stream current_stream(const c10::Device& device);
-c10::Stream current_stream(const at::Tensor& tensor);
+// The current stream of a device; none for a CPU.
+std::optional<c10::Stream> current_stream(const c10::Device& device);
 
-// Not thread-safe: `ImmediateAdder` holds its lock.
+// sum <- scale * gradient, if it overwrites, or beta * sum + scale * gradient.
+struct Addition {
+  Number scale;
+  Number beta;
+  bool overwrites = false;
+
+  bool is_same(const Addition& other) const {
+    return overwrites == other.overwrites && scale.is_same(other.scale) && beta.is_same(other.beta);
+  }
+};
+
+// Calls the library's operator for these lists.
+void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients,
+                  const Addition& addition);
+
+// Not thread-safe: `Engine` holds its lock.
 class LaunchQueue {
  public:
-  // limit: bytes of gradients that may wait.
-  explicit LaunchQueue(int64_t limit) : limit_(limit) {}
+  using Slots = std::vector<std::shared_ptr<Slot>>;
+  // Adds the gradients of these slots in Python, in the given task.
+  using AddInPython =
+      std::function<void(const Slots&, std::vector<at::Tensor>, const std::shared_ptr<BackwardPass>&)>;
 
-  // sum <- beta * sum + scale * gradient on the current stream, with the next launch. may_wait: whether no
-  // other code can change the gradient until then.
-  void add(const at::Tensor& sum, const at::Tensor& gradient, double scale, double beta, bool may_wait);
-  // The caller is about to write to the sum on the current stream: after all earlier writes to it.
-  void write(const at::Tensor& sum);
-  // Launches what waits for this sum, and lets the current stream wait for the last write to it.
-  void settle(const at::Tensor& sum);
+  // limit: bytes of gradients that may wait.
+  LaunchQueue(int64_t limit, AddInPython add_in_python)
+      : limit_(limit), add_in_python_(std::move(add_in_python)) {}
+
+  // Adds to the slot's sum on the current stream, with the next launch. may_wait: whether no other code can
+  // change the gradient until then.
+  void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+           const Addition& addition, bool may_wait);
+  // The same for a gradient that Python adds.
+  void add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
+                     const std::shared_ptr<BackwardPass>& task, bool may_wait);
+  // The caller is about to write to the slot's sum on the current stream: after all earlier writes to it.
+  void write(const std::shared_ptr<Slot>& slot);
+  // Launches all that waits.
+  void flush();
   // Launches all that waits, and lets the current streams wait for all writes. Each thread that ends a
   // backward pass calls it.
   void join();
   // All backward passes have ended, and their threads have called `join`.
-  void forget() { last_writers_.clear(); }
+  void forget();
+  // Drops what waits.
+  void drop();
 
  private:
   // One launch.
   struct Batch {
-    const c10::Stream stream;
+    const std::optional<c10::Stream> stream;
     const at::ScalarType gradient_dtype;
-    const at::ScalarType sum_dtype;
-    const double scale;
-    const double beta;
-    std::vector<at::Tensor> sums;
-    std::vector<at::Tensor> gradients;
+    const Addition addition;
+    const std::shared_ptr<BackwardPass> task;  // null where native code adds
+    Slots slots{};
+    std::vector<at::Tensor> sums{};
+    std::vector<at::Tensor> gradients{};
   };
-  using Identity = const at::TensorImpl*;
 
-  Batch& batch_for(const Batch& like);
-  void launch();
-  static void run(const Batch& batch);
-  // Lets `stream` wait for the last write to the sum, and records a write on `stream`.
-  void order(const at::Tensor& sum, const c10::Stream& stream);
+  void put(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+           const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait);
+  void run(Batch& batch);
+  // Lets `stream` wait for the last write to the slot's sum, and records a write on `stream`.
+  void order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream);
 
   const int64_t limit_;
+  const AddInPython add_in_python_;
   int64_t nbytes_ = 0;
   std::vector<Batch> batches_;
-  std::unordered_set<Identity> waiting_;  // the sums in the batches
-  std::unordered_map<Identity, c10::Stream> last_writers_;
+  Slots written_;                     // slots with a `writer`
+  std::vector<c10::Stream> streams_;  // on which sums were written
 };
 
 }  // namespace fusedacc::autograd

@@ -1,114 +1,258 @@
 // The Python module. It is compiled against one torch and one Python, unlike libfusedacc.so. Where it is
-// missing, hooks run in Python, and modules of `model=` are left to PyTorch.
+// missing, autograd stores all gradients, and Python adds them from there.
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <string_view>
-#include <typeinfo>
-
-#include "middle_of_window.h"
+#include "engine.h"
+#include "hook.h"
 #include "module_attribute.h"
 #include "operators.h"
 
 namespace py = pybind11;
 
+namespace pybind11::detail {
+
+// A Number is a float or a tensor in Python.
+template <>
+struct type_caster<fusedacc::autograd::Number> {
+ public:
+  PYBIND11_TYPE_CASTER(fusedacc::autograd::Number, const_name("float | torch.Tensor"));
+
+  bool load(handle source, bool) {
+    if (THPVariable_Check(source.ptr())) {
+      value.tensor = THPVariable_Unpack(source.ptr());
+      return true;
+    }
+    value.value = PyFloat_AsDouble(source.ptr());
+    if (PyErr_Occurred() == nullptr) return true;
+    PyErr_Clear();
+    return false;
+  }
+  static handle cast(const fusedacc::autograd::Number& number, return_value_policy, handle) {
+    if (number.on_host()) return PyFloat_FromDouble(number.value);
+    return THPVariable_Wrap(number.tensor);
+  }
+};
+
+}  // namespace pybind11::detail
+
 namespace fusedacc::autograd {
 namespace {
 
-py::list slot_list(const std::vector<PyObject*>& slots) {
-  py::list found(slots.size());
-  for (size_t i = 0; i < slots.size(); ++i) found[i] = py::reinterpret_borrow<py::object>(slots[i]);
-  return found;
-}
-
-py::tuple take(Bucket& bucket) {
-  Bucket::Content content = bucket.take();
-  py::list tensors(content.gradients.size());
-  for (size_t i = 0; i < content.gradients.size(); ++i)
-    tensors[i] = py::cast(std::move(content.gradients[i]));
-  return py::make_tuple(slot_list(content.slots), tensors, content.adoptable);
-}
-
-bool any_gradient(const py::list& parameters) {
-  for (const py::handle parameter : parameters) {
-    if (THPVariable_Unpack(parameter.ptr()).grad().defined()) return true;
+// The engine's mutex, as Python's `with` takes it.
+class EngineLock {
+ public:
+  explicit EngineLock(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+  void enter() {
+    const py::gil_scoped_release released;  // a thread that holds the mutex may wait for the GIL
+    engine_->mutex().lock();
   }
-  return false;
-}
+  void exit(const py::args&) { engine_->mutex().unlock(); }
 
-// Whether a hook runs after the AccumulateGrad node of a leaf.
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+// Whether a hook that is not ours runs after the AccumulateGrad node of a leaf.
 bool leaf_has_post_hook(const at::Tensor& leaf) {
   const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
   return node != nullptr && has_post_hook(*node);
 }
 
-// Whether it is a hook of ours that its wrapper has let go: such a one does nothing.
-bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
-  const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
-  return ours != nullptr && !ours->active();
+// An optional tensor in Python is a tensor that may be undefined here.
+template <class Class>
+auto tensor_property(at::Tensor Class::* member) {
+  return std::make_pair(
+      [member](const Class& object) {
+        const at::Tensor& tensor = object.*member;
+        return tensor.defined() ? std::optional(tensor) : std::nullopt;
+      },
+      [member](Class& object, std::optional<at::Tensor> tensor) {
+        // Freeing the former tensor may run Python code that reads this one.
+        std::swap(object.*member, tensor.emplace(tensor.value_or(at::Tensor())));
+      });
 }
 
-// Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
-std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t index, int64_t nbytes,
-                                  bool is_large, bool may_be_reduced_outside,
-                                  at::ScalarType accumulator_dtype, std::shared_ptr<ImmediateAdder> direct,
-                                  std::shared_ptr<BucketMap> buckets, std::shared_ptr<KnownTasks> tasks) {
-  if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
-  auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
-  auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
-  if (accumulate == nullptr || accumulate->pre_hooks().empty()) return nullptr;
-  auto& hooks = accumulate->pre_hooks();
-  if (!std::all_of(hooks.begin(), hooks.end() - 1, is_over)) return nullptr;
-  auto& python = hooks.back();
-  // By its name: torch does not export what a dynamic_cast would need.
-  const auto& hook = *python;
-  if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
-  if (PyDict_Size(static_cast<const torch::autograd::PyFunctionPreHook&>(hook).dict) != 1) return nullptr;
-  const at::Tensor& parameter = accumulate->variable;
-  if (index >= 0) {
-    const py::gil_scoped_release without;  // a hook may wait for the GIL with the lock
-    direct->expect(index, accumulator_dtype);
-  }
-  auto entry = std::shared_ptr<HookState>(new HookState{.direct = std::move(direct),
-                                                        .buckets = std::move(buckets),
-                                                        .tasks = std::move(tasks),
-                                                        .slot = slot.ptr(),
-                                                        .node = accumulate,
-                                                        .accumulator_dtype = accumulator_dtype,
-                                                        .index = index,
-                                                        .nbytes = nbytes,
-                                                        .is_large = is_large,
-                                                        .may_be_reduced_outside = may_be_reduced_outside,
-                                                        .dtype = parameter.scalar_type(),
-                                                        .device = parameter.device()});
-  python = std::make_unique<TakingHook>(entry, accumulate, std::move(python));
-  LatestHooks::set(entry);
-  return entry;
+std::optional<at::Tensor> optional(at::Tensor tensor) {
+  return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
 }
 
-// A method that is called in every micro-batch, past pybind11, whose tables are cold then.
-template <bool (MiddleOfWindow::*method)()>
-PyObject* call_directly(PyObject* self, PyObject*) {
-  void* const middle = reinterpret_cast<py::detail::instance*>(self)->simple_value_holder[0];
-  try {
-    return PyBool_FromLong((static_cast<MiddleOfWindow*>(middle)->*method)());
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+void define_state(py::module_& module) {
+  py::class_<TensorIdentity>(module, "TensorIdentity")
+      .def(py::init<const at::Tensor&>())
+      .def("refers_to", &TensorIdentity::refers_to);
+  const auto [accumulator, set_accumulator] = tensor_property(&Slot::accumulator);
+  py::class_<Slot, std::shared_ptr<Slot>>(module, "Slot")
+      .def(py::init([](py::handle parameter) { return std::make_shared<Slot>(parameter.ptr()); }))
+      .def_property("accumulator", accumulator, set_accumulator)
+      .def_readwrite("beta", &Slot::beta)
+      .def_property(
+          "grad_state", [](const Slot& slot) { return static_cast<int>(slot.grad_state); },
+          [](Slot& slot, int state) { slot.grad_state = static_cast<GradState>(state); })
+      .def_property(
+          "placed", [](const Slot& slot) { return std::optional<TensorIdentity>(slot.placed); },
+          [](Slot& slot, std::optional<TensorIdentity> placed) { slot.placed = std::move(placed); })
+      .def_readwrite("placed_version", &Slot::placed_version)
+      .def_readwrite("sparse_bytes", &Slot::sparse_bytes)
+      .def_readwrite("is_aside", &Slot::is_aside)
+      .def_readwrite("is_native", &Slot::is_native)
+      .def_property(
+          "needs_eager", [](const Slot& slot) { return slot.needs_eager.load(); },
+          [](Slot& slot, bool value) { slot.needs_eager = value; })
+      .def_readwrite("in_reduce_bucket", &Slot::in_reduce_bucket)
+      .def_readwrite("may_be_reduced_outside", &Slot::may_be_reduced_outside)
+      .def_readwrite("is_begun", &Slot::is_begun)
+      .def_readwrite("sharded", &Slot::is_sharded)
+      .def_readwrite("has_path", &Slot::has_path)
+      .def("describe_to_engine",
+           [](Slot& slot, at::Device device, at::ScalarType dtype, at::ScalarType accumulate_dtype) {
+             slot.device = device;
+             slot.dtype = dtype;
+             slot.accumulate_dtype = accumulate_dtype;
+           })
+      .def("note_seen", &Slot::note_seen)
+      .def("forget_seen", &Slot::forget_seen)
+      .def("is_placed",
+           [](const Slot& slot, std::optional<at::Tensor> gradient) {
+             return gradient.has_value() && slot.is_placed(*gradient);
+           })
+      .def("is_foreign", &Slot::is_foreign);
+  py::class_<Sums, std::shared_ptr<Sums>>(module, "Sums")
+      .def(py::init<bool>())
+      .def_readonly("always_exposed", &Sums::always_exposed)
+      .def_readwrite("exposed", &Sums::exposed)
+      .def_readwrite("consumed", &Sums::consumed)
+      .def_readwrite("num_published", &Sums::num_published)
+      .def_readwrite("num_ignored", &Sums::num_ignored)
+      .def("current", [](const Sums& sums, const Slot& slot) { return optional(sums.current(slot)); })
+      .def("put", &Sums::put)
+      .def("publish", &Sums::publish)
+      .def(
+          "set_state",
+          [](Sums& sums, Slot& slot, int state, std::optional<at::Tensor> placed) {
+            sums.set_state(slot, static_cast<GradState>(state), placed.value_or(at::Tensor()));
+          },
+          py::arg("slot"), py::arg("state"), py::arg("placed") = py::none());
+  py::class_<WindowState, std::shared_ptr<WindowState>>(module, "WindowState")
+      .def(py::init<>())
+      .def_readwrite("micro_step", &WindowState::micro_step)
+      .def_readwrite("usual_backwards", &WindowState::usual_backwards)
+      .def_readwrite("has_updated", &WindowState::has_updated)
+      .def_readwrite("ignoring", &WindowState::ignoring)
+      .def_readwrite("in_context", &WindowState::in_context)
+      .def_readwrite("unsynchronised", &WindowState::unsynchronised)
+      .def_readwrite("withheld", &WindowState::withheld)
+      .def_readwrite("tainted", &WindowState::tainted)
+      .def_readwrite("sum_scale", &WindowState::sum_scale)
+      .def_readwrite("ran", &WindowState::ran)
+      .def_readwrite("num_backwards", &WindowState::num_backwards)
+      .def_readwrite("deferred", &WindowState::deferred)
+      .def_readwrite("in_schedule", &WindowState::in_schedule)
+      .def("begin_window", &WindowState::begin_window)
+      .def("begin_micro_batch", &WindowState::begin_micro_batch)
+      .def("count_micro_batch", &WindowState::count_micro_batch)
+      .def("note_interruption", &WindowState::note_interruption);
 }
 
-PyMethodDef direct_methods[] = {
-    {"step", &call_directly<&MiddleOfWindow::step>, METH_NOARGS, nullptr},
-    {"zero_grad", &call_directly<&MiddleOfWindow::zero_grad>, METH_NOARGS, nullptr},
-    {"clear", &call_directly<&MiddleOfWindow::clear>, METH_NOARGS, nullptr},
-    {"end_before_update", &call_directly<&MiddleOfWindow::end_before_update>, METH_NOARGS, nullptr}};
+void define_engine(py::module_& module) {
+  // A hook that holds the mutex may let a tensor go, which takes the GIL.
+  const auto without_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<BackwardPass, std::shared_ptr<BackwardPass>>(module, "BackwardPass")
+      .def(py::init([](bool captures, Number scale, bool ignored, bool drops) {
+             auto task = std::make_shared<BackwardPass>();
+             task->captures = captures;
+             task->scale = std::move(scale);
+             task->ignored = ignored;
+             task->drops = drops;
+             return task;
+           }),
+           py::arg("captures") = true, py::arg("scale") = 1.0, py::arg("ignored") = false,
+           py::arg("drops") = false)
+      .def_readwrite("captures", &BackwardPass::captures)
+      .def_readwrite("scale", &BackwardPass::scale)
+      .def_readwrite("ignored", &BackwardPass::ignored)
+      .def_readwrite("drops", &BackwardPass::drops)
+      .def_readwrite("added", &BackwardPass::added)
+      .def_readwrite("stored", &BackwardPass::stored)
+      .def_readwrite("reduced_outside", &BackwardPass::reduced_outside)
+      .def_readwrite("follows_reducer", &BackwardPass::follows_reducer)
+      .def_readwrite("delivered_late", &BackwardPass::delivered_late)
+      .def_readwrite("has_ended", &BackwardPass::has_ended)
+      .def_readwrite("inner", &BackwardPass::inner)
+      .def_readwrite("in_python", &BackwardPass::in_python)
+      .def_readwrite("identity", &BackwardPass::identity)
+      .def("note_stored",
+           [](BackwardPass& task, std::shared_ptr<Slot> slot) { task.stored.push_back(std::move(slot)); });
+  py::class_<EngineLock>(module, "EngineLock")
+      .def("__enter__", &EngineLock::enter)
+      .def("__exit__", &EngineLock::exit);
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init([](uintptr_t add, int64_t limit, std::shared_ptr<Sums> sums,
+                       std::shared_ptr<WindowState> window, py::handle begin, py::handle receive,
+                       py::handle add_gradients, py::handle scale, py::handle stored, py::handle finish) {
+             return Engine::make(reinterpret_cast<AddFlat>(add), limit, std::move(sums), std::move(window),
+                                 {.begin = begin.ptr(),
+                                  .receive = receive.ptr(),
+                                  .add = add_gradients.ptr(),
+                                  .scale = scale.ptr(),
+                                  .stored = stored.ptr(),
+                                  .finish = finish.ptr()});
+           }),
+           py::arg("add_flat"), py::arg("limit"), py::arg("sums"), py::arg("window"), py::arg("begin"),
+           py::arg("receive"), py::arg("add"), py::arg("scale"), py::arg("stored"), py::arg("finish"))
+      .def_property_readonly("lock",
+                             [](std::shared_ptr<Engine> engine) { return EngineLock(std::move(engine)); })
+      .def("attach", [](std::shared_ptr<Engine> engine, std::shared_ptr<Slot> slot,
+                        py::handle node) { attach(engine, slot, node.ptr()); })
+      .def("detach", [](Engine&, Slot& slot) { slot.node = nullptr; })
+      .def("collect_after_node",
+           [](Engine&, Slot& slot) { slot.collects_in = torch::autograd::get_current_graph_task_id(); })
+      .def("has_failed", [](Engine&, const BackwardPass& task) { return task.running.expired(); })
+      .def("settle", &Engine::settle, without_gil)
+      .def("flush", &Engine::flush, without_gil)
+      .def("join", &Engine::join, without_gil)
+      .def("current_task", &Engine::current_task, without_gil)
+      .def("enter", &Engine::enter, without_gil)
+      .def("tasks", &Engine::tasks, without_gil)
+      .def("call_back", &Engine::call_back, without_gil)
+      .def("drop", &Engine::drop, without_gil)
+      .def(
+          "go_on",
+          [](Engine& engine, double scale, int64_t steps, bool repeats, bool updates_plainly) {
+            engine.go_on({scale, steps, repeats, updates_plainly, /*window=*/0});
+          },
+          py::arg("scale"), py::arg("steps"), py::arg("repeats"), py::arg("updates_plainly"))
+      .def("stop", &Engine::stop)
+      .def("set_condition", &Engine::set_condition)
+      .def("set_slots", &Engine::set_slots)
+      .def("step", &Engine::step)
+      .def("zero_grad", &Engine::zero_grad)
+      .def("begin_update", &Engine::begin_update)
+      .def("end_update", &Engine::end_update)
+      .def("clear_used", &Engine::clear_used)
+      .def("any_gradient", &Engine::any_gradient)
+      .def("are_as_seen", &Engine::are_as_seen)
+      .def("set_rounds_stochastically", &Engine::set_rounds_stochastically)
+      .def("set_postpones", &Engine::set_postpones)
+      .def_property_readonly("is_bypassed", &Engine::is_bypassed)
+      .def_static("set_watched", &Engine::set_watched)
+      .def_static("reason_for", [](const Slot& slot) { return name_of(Engine::reason_for(slot)); });
+  py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")
+      .def(py::init(
+          [](int64_t number, std::shared_ptr<Engine> engine, std::shared_ptr<Slot> slot, py::handle add) {
+            return WeightSum::make(number, engine, std::move(slot), add.ptr());
+          }))
+      .def(
+          "set_product_method",
+          [](WeightSum& sum, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens, int method) {
+            sum.set_product_method(operand, accumulator, tokens, static_cast<ProductMethod>(method));
+          })
+      .def("forget_product_methods", &WeightSum::forget_product_methods);
+}
 
 }  // namespace
 }  // namespace fusedacc::autograd
@@ -119,82 +263,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_local_exception_translator([](std::exception_ptr error) {
     if (error) torch::translate_exception_to_python(error);
   });
-  // A hook that holds the lock may let a tensor go, which takes the GIL.
+  define_state(module);
+  define_engine(module);
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")
-      .def(py::init<int64_t, int64_t>())
-      .def("put", [](Bucket& bucket, py::object slot, const at::Tensor& parameter, const at::Tensor& gradient,
-                     int64_t nbytes) { bucket.put(slot.ptr(), /*index=*/-1, parameter, gradient, nbytes); })
-      .def("take", &take)
-      .def("slots", [](Bucket& bucket) { return slot_list(bucket.slots()); })
-      .def_property_readonly("nbytes", &Bucket::nbytes)
-      .def_readwrite("stream", &Bucket::stream);
-  py::class_<BucketMap, std::shared_ptr<BucketMap>>(module, "BucketMap")
-      .def(py::init<>())
-      .def("__setitem__", &BucketMap::set)
-      .def("get", &BucketMap::find)
-      .def("pop", [](BucketMap& buckets, int task, py::object) { buckets.drop(task); });
-  py::class_<KnownTasks, std::shared_ptr<KnownTasks>>(module, "KnownTasks")
-      .def(py::init<>())
-      .def("add", [](KnownTasks& tasks, int task) { tasks.set(task, true); })
-      .def("drop", &KnownTasks::drop);
-  py::class_<ImmediateAdder, std::shared_ptr<ImmediateAdder>>(module, "ImmediateAdder")
-      .def(py::init([](uintptr_t add, int64_t limit) {
-        return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add), limit);
-      }))
-      .def("load", &ImmediateAdder::load, without_gil)
-      .def("open", &ImmediateAdder::open, without_gil)
-      .def("has", &ImmediateAdder::has, without_gil)
-      .def("close", &ImmediateAdder::close, without_gil)
-      .def("added", &ImmediateAdder::added, without_gil)
-      .def("skip", &ImmediateAdder::skip, without_gil)
-      .def("release", &ImmediateAdder::release, without_gil)
-      .def("take_made", &ImmediateAdder::take_made, without_gil)
-      .def("join", &ImmediateAdder::join, without_gil)
-      .def("take", &ImmediateAdder::take, without_gil);
-  py::class_<TensorIdentity>(module, "TensorIdentity")
-      .def(py::init<const at::Tensor&>())
-      .def("refers_to", &TensorIdentity::refers_to);
-  py::class_<SeenParameters, std::shared_ptr<SeenParameters>>(module, "SeenParameters")
-      .def_static("look_at", &SeenParameters::look_at)
-      .def("hold", &SeenParameters::hold);
-  py::class_<MiddleOfWindow, std::shared_ptr<MiddleOfWindow>> middle(module, "MiddleOfWindow");
-  for (PyMethodDef& method : direct_methods) {
-    auto* type = reinterpret_cast<PyTypeObject*>(middle.ptr());
-    middle.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));
-  }
-  middle.def(py::init(&MiddleOfWindow::make))
-      .def("arm", &MiddleOfWindow::arm)
-      .def("await_first", &MiddleOfWindow::await_first)
-      .def("await_update", &MiddleOfWindow::await_update)
-      .def("set_lanes", &MiddleOfWindow::set_lanes)
-      .def("note_update", &MiddleOfWindow::note_update)
-      .def("disarm", &MiddleOfWindow::disarm)
-      .def("hand_over", &MiddleOfWindow::hand_over)
-      .def("let_go", &MiddleOfWindow::let_go)
-      .def_property_readonly("runs", &MiddleOfWindow::runs);
-  py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
-      .def_property(
-          "active", [](const HookState& entry) { return entry.active.load(); },
-          [](HookState& entry, bool value) { entry.active = value; })
-      .def_property(
-          "needs_eager", [](const HookState& entry) { return entry.needs_eager.load(); },
-          [](HookState& entry, bool value) { entry.needs_eager = value; })
-      .def("case_of", [](const HookState& entry, py::handle node, const std::optional<at::Tensor>& gradient) {
-        auto& accumulate = dynamic_cast<torch::autograd::AccumulateGrad&>(
-            *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata);
-        return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), accumulate))];
-      });
-  py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")
-      .def(py::init([](int64_t number, py::handle slot, py::handle add, py::handle begin_backward) {
-        return WeightSum::make(number, slot.ptr(), add.ptr(), begin_backward.ptr());
-      }))
-      .def(
-          "set_product_method",
-          [](WeightSum& sum, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens, int method) {
-            sum.set_product_method(operand, accumulator, tokens, static_cast<ProductMethod>(method));
-          })
-      .def("forget_product_methods", &WeightSum::forget_product_methods);
   module.def("make_ticket", &make_ticket);
   module.def("operand_of", &operand_of, without_gil);
   module.def("linear", &linear, without_gil);
@@ -205,9 +276,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("selected", &selected, without_gil);
   module.def("define_operators", &define_operators);
   module.def("cast_of", &cast_of, without_gil);
-  module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
-  module.def("attach", &attach);
-  module.def("any_gradient", &any_gradient);
   module.def("has_post_hook", &leaf_has_post_hook);
   define_attribute(module.ptr());
 }

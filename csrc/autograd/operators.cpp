@@ -14,6 +14,8 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
+#include "gradients.h"
+
 namespace py = pybind11;
 
 namespace fusedacc::autograd {
@@ -82,7 +84,7 @@ class Ticket {
 
 // In an eager backward pass: adds a gradient to the sum, natively or by the Python method of this name. False
 // where autograd is to have the gradient, as in a backward pass that is recorded. position: of the weight
-// among the running function's tensor arguments. add: as in `Destination::try_add_natively`.
+// among the running function's tensor arguments. add: adds natively, given a `Destination`.
 template <class Add, class... Arguments>
 bool try_add(const Ticket& ticket, uint32_t position, Add add, const char* method,
              const Arguments&... arguments) {
@@ -96,22 +98,20 @@ bool only_in_python(const Destination&) { return false; }
 
 // Adds left^T right natively.
 bool try_add_product(const Destination& destination, const Tensor& left, const Tensor& right) {
-  if (destination.hook() == nullptr || !is_plain(left) || !is_plain(right)) return false;
-  const at::ScalarType accumulator = destination.hook()->accumulator_dtype;
-  const ProductMethod method =
-      destination.sum()->product_method(left.scalar_type(), accumulator, left.size(0));
-  if (method <= ProductMethod::kPython) return false;
-  return destination.try_add_natively([&](const HookState& hook, int task, const Tensor& weight) {
-    return hook.direct->multiply(task, hook.index, left, right, weight, method);
+  if (destination.sum() == nullptr || !is_plain(left) || !is_plain(right)) return false;
+  return destination.try_add([&](Engine& engine, const std::shared_ptr<Slot>& slot) {
+    const ProductMethod method =
+        destination.sum()->product_method(left.scalar_type(), slot->accumulate_dtype, left.size(0));
+    return method > ProductMethod::kPython && engine.add_product(slot, left, right, method);
   });
 }
 
 // Adds these gradients to rows natively.
 bool try_add_rows(const Destination& destination, const Tensor& indices, const Tensor& gradients,
                   int64_t padding, bool by_frequency) {
-  if (!is_plain(indices) || !is_plain(gradients)) return false;
-  return destination.try_add_natively([&](const HookState& hook, int task, const Tensor& weight) {
-    return hook.direct->add_rows(task, hook.index, indices, gradients, weight, padding, by_frequency);
+  if (destination.sum() == nullptr || !is_plain(indices) || !is_plain(gradients)) return false;
+  return destination.try_add([&](Engine& engine, const std::shared_ptr<Slot>& slot) {
+    return engine.add_rows(slot, indices, gradients, padding, by_frequency);
   });
 }
 

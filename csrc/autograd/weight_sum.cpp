@@ -2,29 +2,27 @@
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
-#include <string_view>
-#include <typeinfo>
 #include <unordered_map>
+
+#include "gradients.h"
+#include "hook.h"
 
 namespace py = pybind11;
 
 namespace fusedacc::autograd {
 
-WeightSum::WeightSum(PyObject* slot, PyObject* add, PyObject* begin_backward)
-    : slot_(slot), add_(add), begin_backward_(begin_backward) {
+WeightSum::WeightSum(const std::shared_ptr<Engine>& engine, std::shared_ptr<Slot> slot, PyObject* add)
+    : engine_(engine), slot_(std::move(slot)), add_(add) {
   Py_INCREF(add_);
-  Py_INCREF(begin_backward_);
 }
 
 WeightSum::~WeightSum() {
   if (Py_IsInitialized() == 0) return;
   py::gil_scoped_acquire gil;
   Py_DECREF(add_);
-  Py_DECREF(begin_backward_);
 }
 
 namespace {
@@ -39,9 +37,9 @@ std::unordered_map<int64_t, std::weak_ptr<WeightSum>>& sums() {
 
 }  // namespace
 
-std::shared_ptr<WeightSum> WeightSum::make(int64_t number, PyObject* slot, PyObject* add,
-                                           PyObject* begin_backward) {
-  const std::shared_ptr<WeightSum> sum(new WeightSum(slot, add, begin_backward));
+std::shared_ptr<WeightSum> WeightSum::make(int64_t number, const std::shared_ptr<Engine>& engine,
+                                           std::shared_ptr<Slot> slot, PyObject* add) {
+  const std::shared_ptr<WeightSum> sum(new WeightSum(engine, std::move(slot), add));
   std::lock_guard<std::mutex> lock(sums_mutex);
   std::erase_if(sums(), [](const auto& entry) { return entry.second.expired(); });
   sums().emplace(number, sum);
@@ -52,12 +50,6 @@ std::shared_ptr<WeightSum> WeightSum::find(int64_t number) {
   std::lock_guard<std::mutex> lock(sums_mutex);
   const auto entry = sums().find(number);
   return entry == sums().end() ? nullptr : entry->second.lock();
-}
-
-bool WeightSum::begin_backward() const {
-  py::gil_scoped_acquire gil;
-  const py::object begun = py::handle(begin_backward_)();
-  return !begun.is_none() && begun.cast<bool>();
 }
 
 namespace {
@@ -85,8 +77,8 @@ ProductMethod WeightSum::product_method(at::ScalarType operand, at::ScalarType a
 }
 
 bool WeightSum::has_product_method(at::ScalarType operand, int64_t tokens) const {
-  const auto hook = LatestHooks::find(slot_);
-  return hook && product_method(operand, hook->accumulator_dtype, tokens) != ProductMethod::kUnknown;
+  return slot_->node != nullptr &&
+         product_method(operand, slot_->accumulate_dtype, tokens) != ProductMethod::kUnknown;
 }
 
 void WeightSum::forget_product_methods() {
@@ -105,54 +97,31 @@ int64_t number_of(const at::Tensor& ticket) {
   return *ticket.const_data_ptr<int64_t>();
 }
 
-namespace {
-
-// Whether a hook is registered on the tensor. torch keeps an empty dictionary after all were removed.
-bool has_hooks(const at::Tensor& tensor) {
-  for (const auto& entry : torch::autograd::impl::hooks(tensor)) {
-    const torch::autograd::FunctionPreHook& hook = *entry;
-    // torch does not export its type.
-    if (std::string_view(typeid(hook).name()) != "N5torch8autograd23PyFunctionTensorPreHookE") return true;
-    PyObject* const dictionary = static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hook).dict;
-    if (PyDict_GET_SIZE(dictionary) != 0) return true;
-  }
-  return false;
-}
-
-}  // namespace
-
 Destination::Destination(int64_t number, uint32_t position) : sum_(WeightSum::find(number)) {
   const auto running = torch::autograd::get_current_node();
   if (!sum_ || !running) return;
-  torch::autograd::Node* const end = running->next_edge(position).function.get();
-  if (end == nullptr) return;
-  end_ = end;
-  hook_ = hook_on(*end, sum_->slot());
+  const torch::autograd::Node* const end = running->next_edge(position).function.get();
+  if (end != nullptr && end == sum_->slot()->node) end_ = end;
 }
 
 Destination::Destination(int64_t number) : sum_(WeightSum::find(number)) {
   if (!sum_) return;
-  const std::shared_ptr<HookState> hook = LatestHooks::find(sum_->slot());
+  const torch::autograd::Node* const end = sum_->slot()->node;
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (!hook || graph == nullptr) return;
-  if (graph->count(const_cast<torch::autograd::Node*>(hook->node)) == 0) return;
-  end_ = hook->node;
-  hook_ = hook;
+  if (end == nullptr || graph == nullptr) return;
+  if (graph->count(const_cast<torch::autograd::Node*>(end)) != 0) end_ = end;
 }
 
-const at::Tensor* Destination::weight_to_add() const {
-  if (!hook_ || hook_->needs_eager) return nullptr;
+bool Destination::may_add() const {
+  if (end_ == nullptr) return false;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
       torch::autograd::AnomalyMode::is_enabled()) {
-    return nullptr;
+    return false;
   }
   const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
-  if (!weight.requires_grad() || has_hooks(weight) ||
-      torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr || hook_->is_reduced_outside(*end_)) {
-    return nullptr;
-  }
-  return &weight;
+  return weight.requires_grad() && !has_hooks(weight) && !has_post_accumulate_hook(weight) &&
+         !(sum_->slot()->may_be_reduced_outside && has_post_hook(*end_));
 }
 
 }  // namespace fusedacc::autograd

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "../cpu/gemm.h"
-#include "hook.h"
+#include "engine.h"
 
 namespace fusedacc::autograd {
 
@@ -18,10 +18,9 @@ namespace fusedacc::autograd {
 // objects.
 class WeightSum {
  public:
-  // Makes a sum known by this number, which no other one ever has. slot: the weight's, only compared. add,
-  // begin_backward: the Python methods `add_in_backward` and `begin_backward`.
-  static std::shared_ptr<WeightSum> make(int64_t number, PyObject* slot, PyObject* add,
-                                         PyObject* begin_backward);
+  // Makes a sum known by this number, which no other one ever has. add: the Python method `add_in_backward`.
+  static std::shared_ptr<WeightSum> make(int64_t number, const std::shared_ptr<Engine>& engine,
+                                         std::shared_ptr<Slot> slot, PyObject* add);
   ~WeightSum();
   WeightSum(const WeightSum&) = delete;
   WeightSum& operator=(const WeightSum&) = delete;
@@ -45,18 +44,17 @@ class WeightSum {
     const pybind11::object added = pybind11::handle(add_)(method, arguments...);
     return !added.is_none() && added.cast<bool>();
   }
-  // Lets Python begin the running backward pass, which it does not know yet. Returns whether native code may
-  // then add to sums.
-  bool begin_backward() const;
 
-  const PyObject* slot() const { return slot_; }
+  // Null if the wrapper no longer exists.
+  std::shared_ptr<Engine> engine() const { return engine_.lock(); }
+  const std::shared_ptr<Slot>& slot() const { return slot_; }
 
  private:
-  WeightSum(PyObject* slot, PyObject* add, PyObject* begin_backward);
+  WeightSum(const std::shared_ptr<Engine>& engine, std::shared_ptr<Slot> slot, PyObject* add);
 
-  const PyObject* const slot_;
+  const std::weak_ptr<Engine> engine_;
+  const std::shared_ptr<Slot> slot_;
   PyObject* const add_;
-  PyObject* const begin_backward_;
   // By the operands' dtype, the sum's, and the class of tokens.
   std::array<std::atomic<ProductMethod>, kDtypeCount * kDtypeCount * cpu::kClasses> product_methods_{};
 };
@@ -77,29 +75,22 @@ class Destination {
 
   // Null if it no longer exists.
   const WeightSum* sum() const { return sum_.get(); }
-  // The state of our hook on the weight's node. Null if the graph does not end in a node with our hook.
-  const HookState* hook() const { return hook_.get(); }
-
-  // Whether `add`, a function of the hook's state and the weight, has added to the sum natively. It is not
-  // called where something needs the gradient itself. If it fails because this is the first gradient of the
-  // graph task, Python begins the task and `add` runs again.
+  // Calls `add`, a function of the engine and the weight's slot that adds the gradient to the sum natively.
+  // Returns false, without a call, where something needs the gradient itself.
   template <class Add>
-  bool try_add_natively(Add add) const {
-    const at::Tensor* weight = weight_to_add();
-    if (weight == nullptr) return false;
-    const int task = torch::autograd::get_current_graph_task_id();
-    const auto add_in_task = [&] { return add(*hook_, task, *weight); };
-    return add_in_task() || (!hook_->tasks->find(task) && sum_->begin_backward() && add_in_task());
+  bool try_add(Add add) const {
+    const std::shared_ptr<Engine> engine = may_add() ? sum_->engine() : nullptr;
+    return engine && add(*engine, sum_->slot());
   }
 
  private:
-  // The weight, if native code may add to its sum: the backward pass computes all gradients, and no hook
-  // needs this one. Else null.
-  const at::Tensor* weight_to_add() const;
+  // Whether the backward pass computes all gradients, and no hook needs this one.
+  bool may_add() const;
 
   const std::shared_ptr<WeightSum> sum_;
-  const torch::autograd::Node* end_ = nullptr;  // the weight's, which the running graph keeps alive
-  std::shared_ptr<HookState> hook_;
+  // The weight's AccumulateGrad node with our hook, which the running graph keeps alive. Null if the graph
+  // does not end in one.
+  const torch::autograd::Node* end_ = nullptr;
 };
 
 }  // namespace fusedacc::autograd

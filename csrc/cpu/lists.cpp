@@ -105,16 +105,14 @@ void finish_norm(const FinishRequest& finish) {
 
 }  // namespace fusedacc::cpu
 
-// Computes accumulator = beta * accumulator + scale * gradient, in the order of memory, for the hooks in
-// csrc/autograd/. dtypes: numbers of dtypes.h, a pair of kPairs.
-extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
-                                                                         const void* gradient, int64_t numel,
-                                                                         int32_t gradient_dtype,
-                                                                         int32_t accumulator_dtype,
-                                                                         const fusedacc::Multipliers* by) {
+// Computes accumulator = beta * accumulator + scale * gradient, or scale * gradient if it overwrites, in the
+// order of memory, for csrc/autograd/. dtypes: numbers of dtypes.h, a pair of kPairs.
+extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(
+    void* accumulator, const void* gradient, int64_t numel, int32_t gradient_dtype, int32_t accumulator_dtype,
+    bool overwrites, const fusedacc::Multipliers* by) {
   using namespace fusedacc;
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
-  const Task task{accumulator, gradient, numel, 0, pair, -1, false};
+  const Task task{accumulator, gradient, numel, 0, pair, -1, overwrites};
   cpu::run_tasks({&task, 1}, nullptr, numel, *by);
 }

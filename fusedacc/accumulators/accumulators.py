@@ -32,18 +32,19 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         self.grads = ParamGrads(slots, always_exposed)
-        self.deferred = DeferredScales()
+        self.deferred = DeferredScales(slots)
         #: Whether the next update will compute the norm of the accumulators.
         self.update_needs_norm = False
         self.noise = NoiseSource(seed)
         self.passes = Passes(self.grads, self.deferred, self.noise, backend)
+        #: The wrapper's engine, which `Capture` makes.
+        self.engine: Any = None
         self.in_place = InPlaceWriter(self.passes)
         self.adder = Adder(self.passes, self.in_place)
 
     def sums_for_update(self) -> SumsForUpdate:
         """Return all accumulators, after applying the deferred scales that no addition has applied."""
-        if self.deferred.scales:
-            self.passes.apply_scales()
+        self.passes.apply_scales()
         return self.grads.sums_for_update()
 
     def publish(self) -> None:
@@ -51,9 +52,8 @@ class Accumulators:
         gradients that were added since the caller has applied them.
         """
         with self.passes.lock:  # another thread's backward pass may be adding
-            if self.deferred.scales:
-                with torch.no_grad():
-                    self.passes.apply_scales()
+            with torch.no_grad():
+                self.passes.apply_scales()
             self.grads.publish_all()
 
     # An update
@@ -63,7 +63,6 @@ class Accumulators:
         kernel that casts also scales.
         """
         grads = self.grads
-        grads.generation += 1
         if not grads.always_exposed and len(sums.slots) < len(self.slots):
             for slot in set(self.slots).difference(sums.slots):
                 slot.param.grad = None
@@ -114,7 +113,7 @@ class Accumulators:
     def clear(self, set_to_none: bool = True) -> None:
         """Forget every accumulator and clear every p.grad. Without `set_to_none` zeros replace gradients."""
         self.noise.drop_window(self.slots)
-        self.deferred.clear()
+        self.deferred.discharge()
         self.in_place.forget()
         if set_to_none:
             self.grads.clear()
@@ -134,7 +133,7 @@ class Accumulators:
             accumulator.copy_(saved)
         else:
             accumulator = saved.to(device=device, dtype=dtype).clone()
-            slot.set_needs_eager(True)
+            slot.needs_eager = True
         if scale != 1.0:
             self.deferred.defer([slot], scale)
         if not (slot.sharded or slot.is_reduced_outside()):
@@ -144,7 +143,6 @@ class Accumulators:
     def convert(self, slot: Slot) -> None:
         """Move and cast a private accumulator after its parameter was moved or cast."""
         self.passes.apply_scales([slot])
-        self.grads.generation += 1
         device, _, dtype = slot.lane
         buffer = slot.buffer
         if buffer is not None:
@@ -157,7 +155,6 @@ class Accumulators:
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """Stop accumulating these slots. Their p.grad is left as it is."""
-        self.grads.generation += 1
         self._forget(slots)
         for slot in slots:
             slot.drop_buffer()

@@ -31,7 +31,6 @@ class Adder:
     def __init__(self, passes: Passes, in_place: InPlaceWriter) -> None:
         self._passes = passes
         self._in_place = in_place
-        self._lock = passes.lock
         self._grads = passes.grads
         self._deferred = passes.deferred
         self._noise = passes.noise
@@ -56,7 +55,7 @@ class Adder:
         """
         if not slots:
             return
-        with self._lock:
+        with self._passes.lock:
             self._in_place.complete(slots)
             if adoptable and self._adopt(slots, gradients, scale):
                 gradients.clear()
@@ -69,8 +68,7 @@ class Adder:
         slots = self._add_eager_ones(slots, gradients, scale)
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if all(map(Slot.fits, slots, accumulators)):
-            exposed = grads.exposed
-            self._passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=exposed)
+            self._passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=grads.exposed)
         else:
             self._add_some_first(slots, gradients, scale)
 
@@ -79,13 +77,11 @@ class Adder:
         _, gradient_dtype, dtype = slots[0].lane
         if gradient_dtype != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed:
             return False
-        published = GradState.PUBLISHED
         for slot in slots:
             if slot.accumulator is not None or slot.needs_eager or slot.in_reduce_bucket:
                 return False
-            if slot.grad_state is published:
+            if slot.grad_state == GradState.PUBLISHED:
                 return False
-        self._grads.generation += 1
         for slot, gradient in zip(slots, gradients, strict=True):
             slot.accumulator = gradient
         if not is_one(scale):
@@ -106,7 +102,7 @@ class Adder:
         for index, slot in enumerate(slots):
             gradient = gradients[index]
             if gradient.layout is not strided:
-                slot.set_needs_eager(True)
+                slot.needs_eager = True
             if slot.needs_eager or gradient.dtype is not dtype:
                 self.add_eagerly(slot, gradient, scale)
             else:
@@ -124,7 +120,6 @@ class Adder:
         sums = dict(zip(without_sum, new_sums(without_sum), strict=True)) if without_sum else {}
         if len(sums) == len(slots) and not grads.exposed:
             passes.add(list(sums.values()), gradients, scale, slots, overwrite=True, exposed=False)
-            grads.generation += 1
             for slot, new_sum in sums.items():
                 slot.accumulator = new_sum
             return
@@ -175,7 +170,7 @@ class Adder:
 
     def _may_defer(self, slot: Slot, scale: Number) -> bool:
         """Whether scaling later gives the same bits, and the user cannot see the accumulator."""
-        if self._grads.always_exposed or slot.grad_state is GradState.PUBLISHED:
+        if self._grads.always_exposed or slot.grad_state == GradState.PUBLISHED:
             return False
         return self._is_deferrable(scale, slot.accumulate_dtype)
 
@@ -201,7 +196,7 @@ class Adder:
         """Add this rank's part of a DTensor with a kernel, or return False if no kernel supports it."""
         term = local(gradient)
         dtype = slot.accumulate_dtype
-        with self._lock:
+        with self._passes.lock:
             self._in_place.complete([slot])
             accumulator = self._grads.current(slot)
             exposed = self._grads.exposed
@@ -223,7 +218,7 @@ class Adder:
                 return False
             if not are_alike(accumulator, gradient):
                 return False
-            beta = self._deferred[slot]
+            beta = slot.beta
             self._passes.run([into], [term], scale, [slot], overwrite=False, exposed=exposed, beta=beta)
             self._deferred.discharge([slot])
             if exposed:
@@ -235,7 +230,7 @@ class Adder:
         Sparse accumulators and subclasses are rounded to nearest, because torch decides when it adds up
         repeated indices. is_unshared: whether only the caller refers to the gradient.
         """
-        with self._lock:
+        with self._passes.lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
             self._in_place.complete([slot])
@@ -289,7 +284,7 @@ class Adder:
         if accumulator.is_coalesced() and gradient.is_coalesced():  # torch keeps their sum coalesced
             return False
         expected_rows = None if grads.exposed else slot.num_rows  # the user may hold an old p.grad
-        total = append_rows(accumulator, deferred[slot], gradient, scale, expected_rows)
+        total = append_rows(accumulator, slot.beta, gradient, scale, expected_rows)
         slot.num_rows = total._values().shape[0]
         grads.put(slot, total)
         deferred.discharge([slot])

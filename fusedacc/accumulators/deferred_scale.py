@@ -35,61 +35,41 @@ class ScaleGroup(NamedTuple):
 
 
 class DeferredScales:
-    """The deferred scales other than 1, by slot: a float or a 0-dim tensor each."""
+    """The deferred scales of these slots, in `Slot.beta`: a float or a 0-dim tensor each, 1 by default."""
 
-    def __init__(self) -> None:
-        #: Empty if nothing is deferred.
-        self.scales: dict[Slot, Number] = {}
-        #: It grows with every change of a scale, as `ParamGrads.generation` does for accumulators.
-        self.num_changes = 0
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
         #: Tensors that a kernel on another stream may still read, by identity.
         self._tensors_in_use: dict[int, Tensor] = {}
 
-    def __getitem__(self, slot: Slot) -> Number:
-        """Return the deferred scale of a slot's accumulator, 1.0 by default."""
-        return self.scales.get(slot, 1.0)
+    def select_deferred(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
+        """Return those of `slots` (None: all) that have a deferred scale."""
+        return [slot for slot in (self._slots if slots is None else slots) if not is_one(slot.beta)]
 
     def defer(self, slots: Iterable[Slot], factor: Number) -> None:
         """Multiply the deferred scales of these slots by `factor`. A tensor must not change afterwards."""
-        self.num_changes += 1
-        if not self.scales:
+        if not self.select_deferred():
             self._tensors_in_use.clear()
-            if not isinstance(factor, Tensor):
-                self.scales.update(dict.fromkeys(slots, factor))
-                return
         products: dict[float, Number] = {1.0: factor}  # slots with equal scales share one tensor
         for slot in slots:
-            before = self.scales.get(slot, 1.0)
-            key = _key(before)
+            key = _key(slot.beta)
             if key not in products:
-                products[key] = before * factor
-            self.scales[slot] = products[key]
+                products[key] = slot.beta * factor
+            slot.beta = products[key]
         for product in products.values():
             if isinstance(product, Tensor):
                 self._tensors_in_use[id(product)] = product
 
-    def discharge(self, slots: Iterable[Slot]) -> None:
-        """Remove the scales of slots whose accumulators were multiplied or dropped."""
-        self.num_changes += 1
-        for slot in slots:
-            self.scales.pop(slot, None)
-
-    def clear(self) -> None:
-        """Remove all scales."""
-        self.num_changes += 1
-        self.scales.clear()
-
-    def select_deferred(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
-        """Return those of `slots` (None: all) that have a deferred scale."""
-        if slots is None:
-            return list(self.scales)
-        return [slot for slot in slots if slot in self.scales]
+    def discharge(self, slots: Iterable[Slot] | None = None) -> None:
+        """Remove the scales of slots (None: all) whose accumulators were multiplied or dropped."""
+        for slot in self._slots if slots is None else slots:
+            slot.beta = 1.0
 
     def group(self, slots: Sequence[Slot]) -> list[ScaleGroup]:
         """Group slots by their deferred scale."""
         groups: dict[float, ScaleGroup] = {}
         for index, slot in enumerate(slots):
-            scale = self.scales.get(slot, 1.0)
+            scale = slot.beta
             groups.setdefault(_key(scale), ScaleGroup(scale, [])).indices.append(index)
         return list(groups.values())
 

@@ -1,4 +1,4 @@
-"""Gives modules and native hooks access to accumulators, so that they can add in place.
+"""Gives modules access to accumulators, so that they can add in place.
 
 Note [Partly written stacks]
 In a window, the first gradient of one matrix of a stack overwrites its part of the buffer, and later ones are
@@ -11,17 +11,15 @@ failed backward pass the stack is dropped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
-from ..kernels.tensor_identity import TensorIdentity
 from .deferred_scale import to_device_of
-from .param import PRODUCT_PATHS, Slot, new_sums
+from .param import Slot, new_sums
 from .passes import Passes
 
 #: `write(accumulator, scale, beta)` computes accumulator = beta * accumulator + scale * gradient for one
@@ -29,65 +27,16 @@ from .passes import Passes
 Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
 
 
-def _makes_sum(slot: Slot) -> bool:
-    """Whether native code may make the slot's sum from a module's first product."""
-    param = slot.param
-    is_matrix = param.dim() == 2 and (param.is_contiguous() or param.t().is_contiguous())
-    return is_matrix and slot.paths in PRODUCT_PATHS and not slot.needs_eager
-
-
 class InPlaceWriter:
     """Hands accumulators to code that adds in place."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._lock = passes.lock
         self._grads = passes.grads
         self._deferred = passes.deferred
         #: Stacks of matrices of which only some are written so far, with the indices of these matrices. Empty
         #: outside a backward pass.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
-        #: Whether a module has ever added in place.
-        self.any_written = False
-
-    def addable(self, slots: Sequence[Slot]) -> tuple[list[Tensor | None], list[float]]:
-        """Return the accumulators that native code may add to, and each one's factor before the addition.
-
-        An accumulator is None where native code must not add, or with a factor of 0 where a module's first
-        product may make it. An empty list of factors means 1 for all. The accumulators are not checked: the
-        user may have assigned any tensor to p.grad.
-        """
-        scales = self._deferred.scales
-        # Private accumulators are read without a call each: this runs in every backward pass.
-        if self._grads.exposed:
-            accumulators = [None if slot.needs_eager else self._grads.current(slot) for slot in slots]
-        else:
-            accumulators = [None if slot.needs_eager else slot.accumulator for slot in slots]
-        betas: list[Any] = [scales.get(slot, 1.0) for slot in slots] if scales else []
-        if self.any_written and any(accumulator is None for accumulator in accumulators):
-            betas = betas or [1.0] * len(slots)
-            for index, slot in enumerate(slots):
-                if accumulators[index] is None and _makes_sum(slot):
-                    accumulators[index] = new_sums([slot])[0] if slot.in_reduce_bucket else None
-                    betas[index] = 0.0
-        for index, scale in enumerate(betas):
-            if isinstance(scale, Tensor):
-                accumulators[index] = None
-                betas[index] = 1.0
-        return accumulators, betas
-
-    def added_to(self, slots: Sequence[Slot], made: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Record that native code has added to the accumulators that `addable` returned for these slots, and
-        that it has made others.
-        """
-        if self._deferred.scales:
-            self._deferred.discharge(slots)
-        for slot, accumulator in made:
-            self._grads.put(slot, accumulator)
-        if self.any_written:
-            for slot in slots:
-                if slot.buffer is not None and slot.paths and self._grads.current(slot) is None:
-                    self._grads.put(slot, slot.buffer)
 
     def write(
         self,
@@ -105,18 +54,7 @@ class InPlaceWriter:
         """
         grads = self._grads
         deferred = self._deferred
-        self.any_written = True
-        accumulator = slot.accumulator
-        if (
-            accumulator is not None
-            and slot.writable is not None  # checked by an earlier call
-            and slot.writable.refers_to(accumulator)
-            and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
-        ):
-            with self._lock:
-                write(accumulator, scale, 1.0)
-            return True
-        with self._lock:
+        with self._passes.lock:
             if part is None:
                 self.complete([slot])
             accumulator = grads.current(slot)
@@ -137,7 +75,7 @@ class InPlaceWriter:
             if fresh and part is not None:
                 beta = 1.0 if part in written else 0.0
             elif of_whole:
-                beta = 0.0 if fresh else to_device_of(deferred[slot], into)
+                beta = 0.0 if fresh else to_device_of(slot.beta, into)
             else:
                 self._passes.apply_scales([slot])
                 if fresh:
@@ -148,9 +86,9 @@ class InPlaceWriter:
             if fresh and part is not None:
                 written.add(part)
                 self.begun[slot] = accumulator, written
+                slot.is_begun = True
             elif fresh:
                 grads.put(slot, accumulator)
-                slot.writable = TensorIdentity(accumulator) if into is accumulator else None
             elif into is not accumulator and grads.exposed:
                 increment_version([accumulator])
             return True
@@ -161,11 +99,12 @@ class InPlaceWriter:
         """Fill unwritten matrices with zeros, and make the stacks of these slots (None: all) accumulators."""
         if not self.begun:
             return
-        with self._lock:
+        with self._passes.lock:
             for slot in list(self.begun if slots is None else slots):
                 if slot not in self.begun:
                     continue
                 stack, written = self.begun.pop(slot)
+                slot.is_begun = False
                 bounds = itertools.pairwise([-1, *sorted(written), len(stack)])
                 gaps = [stack[before + 1 : after] for before, after in bounds if before + 1 < after]
                 if gaps:
@@ -181,3 +120,4 @@ class InPlaceWriter:
         """Drop the stacks of these slots (None: all)."""
         for slot in list(self.begun if slots is None else slots):
             self.begun.pop(slot, None)
+            slot.is_begun = False

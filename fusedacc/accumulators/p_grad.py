@@ -11,8 +11,8 @@ Inside `ignore()` every gradient that counts is taken out of p.grad, so that aut
 put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
 holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
-`GradState` says what each state means. These methods are the only transitions. Native code makes two of
-them itself: `SumRecords` in csrc/autograd/records.cpp has its own `publish` (`publish_all`) and `clear`.
+`GradState` says what each state means. These methods are the only transitions. The engine's `put` and
+`publish` (csrc/autograd/slot.cpp) are among them.
 
     method                        from               to
     publish, publish_all, keep    any                PUBLISHED
@@ -46,52 +46,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import engine
 from ..kernels import torch_state
 from ..kernels.tensor_identity import TensorIdentity
-from .param import GradState, Slot, bytes_of, owns_memory
+from .param import GradState, Slot, owns_memory
 
-NOT_OURS, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
+NOT_OURS = GradState.NOT_OURS
+PUBLISHED = GradState.PUBLISHED
+DTYPE_COPY = GradState.DTYPE_COPY
+AUTOGRAD_PENDING = GradState.AUTOGRAD_PENDING
+IGNORED = GradState.IGNORED
 
 
-class ParamGrads:
-    """The p.grad of each parameter; `slots` and `always_exposed` as in `Accumulators`."""
+class ParamGrads(engine.Sums):
+    """The p.grad of each parameter; `slots` and `always_exposed` as in `Accumulators`.
 
-    #: Native code reads these in each micro-batch, and writes the last two (`Attribute` in
-    #: csrc/autograd/records.h).
-    __slots__ = "__dict__", "__weakref__", "_aside", "_num_ignored", "consumed", "generation"
+    The engine's class has `current`, `put`, `publish` and `set_state`, and these fields:
+
+    - exposed: whether users may see accumulators now: always, or once they are in p.grad.
+    - consumed: counted loop: whether an update has consumed the gradients in p.grad.
+    - num_published, num_ignored: how many slots are in the state PUBLISHED or IGNORED.
+    """
 
     def __init__(self, slots: list[Slot], always_exposed: bool) -> None:
+        super().__init__(always_exposed)
         self.slots = slots
-        self.always_exposed = always_exposed
-        #: Whether users may see accumulators now: always, or once they are in p.grad.
-        self.exposed = always_exposed
-        #: Number of slots in the state PUBLISHED, whose p.grad is the accumulator.
-        self.num_published = 0
-        #: Counted loop: whether an update has consumed the gradients in p.grad.
-        self.consumed = False
-        #: It grows with every change of which tensor is an accumulator, or whether that is in p.grad.
-        self.generation = 0
-        #: How many of the slots are in the state IGNORED.
-        self._num_ignored = 0
-        #: The gradients that `set_aside` has taken out of p.grad. Empty outside `ignore()`.
+        #: What `set_aside` has taken out of p.grad. Empty outside `ignore()`.
         self._aside: dict[Slot, Former] = {}
 
     @property
     def holds_uncounted(self) -> bool:
         """Whether some p.grad may hold a gradient that does not count, or no longer."""
-        return self.consumed or self._num_ignored > 0
-
-    def current(self, slot: Slot) -> Tensor | None:
-        """Return the accumulator, or None before the first gradient. It may have a deferred scale."""
-        state = slot.grad_state
-        if state is PUBLISHED:
-            return slot.param.grad
-        if not self.always_exposed or state is AUTOGRAD_PENDING or slot in self._aside:
-            return slot.accumulator
-        gradient = slot.param.grad
-        if state is NOT_OURS:
-            return gradient
-        return slot.accumulator if slot.is_placed(gradient) else gradient
+        return self.consumed or self.num_ignored > 0
 
     def sums_for_update(self) -> SumsForUpdate:
         """Return all accumulators, without applying deferred scales."""
@@ -100,7 +86,7 @@ class ParamGrads:
         need_casts = False
         all_published = True
         for slot in self.slots:
-            published = slot.grad_state is PUBLISHED
+            published = slot.grad_state == PUBLISHED
             accumulator = slot.param.grad if published else self.current(slot)
             if accumulator is None:
                 continue
@@ -124,15 +110,6 @@ class ParamGrads:
         pairs = ((slot, self.current(slot)) for slot in slots)
         return [(slot, accumulator) for slot, accumulator in pairs if accumulator is not None]
 
-    def put(self, slot: Slot, accumulator: Tensor) -> None:
-        """Make a tensor the accumulator: in p.grad if accumulators are visible there, else in private."""
-        state = slot.grad_state
-        if state is PUBLISHED or (self.always_exposed and state is not AUTOGRAD_PENDING):
-            self.publish(slot, accumulator)
-        else:
-            self.generation += 1
-            slot.accumulator = accumulator
-
     def restore(self, slot: Slot, accumulator: Tensor, published: bool) -> None:
         """Make a tensor of a checkpoint the accumulator, and p.grad if it was `published` there."""
         if slot.may_publish():
@@ -143,41 +120,19 @@ class ParamGrads:
         elif self.always_exposed:
             slot.param.grad = accumulator.to(slot.update_dtype)
             return
-        self.generation += 1
         slot.accumulator = accumulator
 
     def forget(self, slot: Slot) -> None:
         """Drop the accumulator, and regard p.grad as the user's."""
         slot.accumulator = None
-        self._set(slot, NOT_OURS)
-
-    def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
-        former = slot.grad_state
-        if state is not former:
-            self.num_published += (state is PUBLISHED) - (former is PUBLISHED)
-            self._num_ignored += (state is IGNORED) - (former is IGNORED)
-            slot.grad_state = state
-        if placed is None:
-            slot.placed = None
-        else:
-            slot.placed = TensorIdentity(placed)
-            slot.placed_version = placed._version
+        self.set_state(slot, NOT_OURS)
 
     # Publishing
 
     @staticmethod
     def is_published(slot: Slot, accumulator: Tensor) -> bool:
         """Whether this tensor has been published as the slot's accumulator."""
-        return slot.grad_state is PUBLISHED and slot.is_placed(accumulator)
-
-    def publish(self, slot: Slot, accumulator: Tensor) -> None:
-        """Make a tensor the accumulator and p.grad."""
-        self.generation += 1
-        self._aside.pop(slot, None)
-        slot.param.grad = accumulator
-        slot.accumulator = None
-        slot.sparse_bytes = bytes_of(accumulator) if accumulator.is_sparse else None
-        self._set(slot, PUBLISHED, accumulator)
+        return slot.grad_state == PUBLISHED and slot.is_placed(accumulator)
 
     def keep(self, slots: Iterable[Slot]) -> None:
         """Make the gradients in p.grad of these slots, which have no sum, their accumulators."""
@@ -190,30 +145,12 @@ class ParamGrads:
     def publish_all(self) -> None:
         """Put every private accumulator into p.grad, unless p.grad holds a gradient or autograd refuses."""
         self.clear_ignored()
-        self.generation += 1
-        aside = self._aside
-        identity = TensorIdentity
-        not_ours = NOT_OURS
         for slot in self.slots:
             accumulator = slot.accumulator
-            param = slot.param
-            plain = param.is_leaf and param.grad_dtype is slot.lane[2]
-            if accumulator is None or not (plain or slot.may_publish()):
+            if accumulator is None or not slot.may_publish():
                 continue
-            present = param.grad
-            if present is not None:
-                if not slot.is_foreign(present):
-                    self.publish(slot, accumulator)
-            elif slot.grad_state is not_ours and not (aside or accumulator.is_sparse):
-                # As `publish`, without calls: they would take longer than the rest of this loop.
-                param.grad = accumulator
-                slot.accumulator = None
-                slot.grad_state = PUBLISHED
-                slot.placed = identity(accumulator)
-                slot.placed_version = accumulator._version
-                slot.sparse_bytes = None
-                self.num_published += 1
-            else:
+            present = slot.param.grad
+            if present is None or not slot.is_foreign(present):
                 self.publish(slot, accumulator)
         self.exposed = True
 
@@ -228,26 +165,24 @@ class ParamGrads:
 
     def stash(self, slot: Slot) -> None:
         """Take the accumulator out of p.grad, so that autograd can store a new gradient there."""
-        self.generation += 1
         gradient = slot.param.grad
         state = slot.grad_state
-        if state is PUBLISHED:
+        if state == PUBLISHED:
             slot.accumulator = gradient
             if gradient is not None and not slot.needs_eager and gradient.dtype != slot.accumulate_dtype:
                 slot.accumulator = gradient.to(slot.accumulate_dtype)
-        elif state is DTYPE_COPY and gradient is None:
+        elif state == DTYPE_COPY and gradient is None:
             slot.accumulator = None
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
-        self._set(slot, NOT_OURS)
+        self.set_state(slot, NOT_OURS)
 
     def mark_user_gradients(self) -> None:
         """Between windows: regard a tensor that the user has assigned to p.grad as a gradient."""
-        self.generation += 1
         if self.exposed:
             for slot in self.slots:
-                if slot.grad_state is PUBLISHED and not slot.is_placed(slot.param.grad):
-                    self._set(slot, NOT_OURS)
+                if slot.grad_state == PUBLISHED and not slot.is_placed(slot.param.grad):
+                    self.set_state(slot, NOT_OURS)
 
     def mark_added_gradient(self, slot: Slot) -> None:
         """Between windows, after a move: regard p.grad as a gradient if autograd has added to its zeros."""
@@ -255,7 +190,7 @@ class ParamGrads:
         if gradient is None or not self.is_published(slot, gradient):
             return
         if gradient._version != slot.placed_version:
-            self._set(slot, NOT_OURS)
+            self.set_state(slot, NOT_OURS)
 
     # An update
 
@@ -263,17 +198,16 @@ class ParamGrads:
         """Put a cast into p.grad. `accumulator` is None if only the cast was scaled."""
         slot.accumulator = accumulator
         slot.param.grad = cast
-        self._set(slot, DTYPE_COPY, cast)
+        self.set_state(slot, DTYPE_COPY, cast)
 
     def restore_p_grad(self) -> None:
         """After an update, replace casts in p.grad by the accumulators where autograd accepts these. A cast
         that was scaled stays, because its accumulator was not. In a counted loop, also mark the gradients as
         consumed and detach them from their graphs.
         """
-        self.generation += 1
         self.consumed = not self.always_exposed
         for slot in self.slots:
-            if slot.grad_state is DTYPE_COPY and slot.may_publish():
+            if slot.grad_state == DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
             gradient = slot.param.grad
             if not self.always_exposed and gradient is not None:
@@ -351,35 +285,28 @@ class ParamGrads:
         gradient = slot.param.grad
         if self.always_exposed or accumulator is None or accumulator.shape == slot.param.shape:
             return False
-        if slot.grad_state is PUBLISHED and not slot.is_placed(gradient):
+        if slot.grad_state == PUBLISHED and not slot.is_placed(gradient):
             return False  # the user has assigned it
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
-        self.generation += 1
         return True
 
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
-        self.generation += 1
         self.consumed = False
         self.exposed = self.always_exposed
         for slot in self.slots:
-            slot.accumulator = None
-            slot.grad_state = NOT_OURS
-            slot.placed = None
+            self.forget(slot)
             if slot.param.grad is not None:
                 slot.param.grad = None
-        self.num_published = 0
-        self._num_ignored = 0
 
     def zero(self) -> None:
         """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
-        self.generation += 1
         self.consumed = False
         self.exposed = True
         for slot in self.slots:
             gradient = slot.param.grad
-            is_cast = slot.grad_state is DTYPE_COPY and slot.is_placed(gradient)
+            is_cast = slot.grad_state == DTYPE_COPY and slot.is_placed(gradient)
             if is_cast and slot.accumulator is not None and slot.may_publish():
                 gradient = slot.accumulator
             self.forget(slot)
@@ -401,26 +328,24 @@ class ParamGrads:
 
     def begin_autograd_gradient(self, slot: Slot) -> None:
         """Empty p.grad, so that autograd can store a gradient there that is scaled or counted later."""
-        self.generation += 1
         self.drop_consumed()
         if not self.always_exposed:
-            if self.exposed or slot.grad_state is not NOT_OURS:  # other threads may be writing to p.grad
+            if self.exposed or slot.grad_state != NOT_OURS:  # other threads may be writing to p.grad
                 self.stash(slot)
-        elif slot.grad_state is not AUTOGRAD_PENDING:
+        elif slot.grad_state != AUTOGRAD_PENDING:
             slot.accumulator = self.current(slot)
             slot.param.grad = None
-            self._set(slot, AUTOGRAD_PENDING)
+            self.set_state(slot, AUTOGRAD_PENDING)
 
     def note_autograd_gradient(self, slot: Slot) -> None:
         """Manual loop: regard p.grad as the first gradient of the current micro-batch."""
-        self._set(slot, AUTOGRAD_PENDING)
+        self.set_state(slot, AUTOGRAD_PENDING)
 
     def take_autograd_gradients(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
         """Manual loop: return the gradients that autograd has stored, and publish the accumulators."""
-        self.generation += 1
         stored = []
         for slot in slots:
-            if slot.grad_state is AUTOGRAD_PENDING:
+            if slot.grad_state == AUTOGRAD_PENDING:
                 gradient = slot.param.grad
                 accumulator = slot.accumulator
                 if accumulator is None:
@@ -437,15 +362,15 @@ class ParamGrads:
     def set_aside(self, slots: Iterable[Slot]) -> None:
         """Take gradients that count out of p.grad until `bring_back`, before backward passes that do not."""
         for slot in slots:
-            if slot not in self._aside:
-                self.generation += 1
+            if not slot.is_aside:
                 former = Former(slot, self.current(slot))
                 self._aside[slot] = former
+                slot.is_aside = True
                 slot.accumulator = former.total
                 if former.counts:
                     slot.param.grad = None
                 if slot.param.grad is None:
-                    self._set(slot, IGNORED)
+                    self.set_state(slot, IGNORED)
 
     def bring_back(self) -> None:
         """Put gradients that `set_aside` has taken out back into p.grad. Other parameters keep gradients that
@@ -456,17 +381,19 @@ class ParamGrads:
         aside = self._aside
         self._aside = {}
         for slot, former in aside.items():
-            self.generation += 1
+            if not slot.is_aside:
+                continue  # a sum was put into p.grad since
+            slot.is_aside = False
             total = slot.accumulator
             left = slot.param.grad
             if former.counts:
-                self._set(slot, former.state)
+                self.set_state(slot, former.state)
                 with torch.no_grad():
                     former.restore(slot)
                 shown = former.gradient is not None and former.gradient is former.total
                 slot.accumulator = None if shown else total
             else:
-                self._set(slot, NOT_OURS if left is None else IGNORED, left)
+                self.set_state(slot, NOT_OURS if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
             self.clear_ignored()
 
@@ -474,18 +401,18 @@ class ParamGrads:
         """Mark p.grad of these slots as not counting, unless it is the accumulator."""
         for slot in slots:
             gradient = slot.param.grad
-            if slot.grad_state is not PUBLISHED and gradient is not None:
-                self._set(slot, IGNORED, gradient)
+            if slot.grad_state != PUBLISHED and gradient is not None:
+                self.set_state(slot, IGNORED, gradient)
 
     def clear_ignored(self) -> None:
         """Set p.grad to None where it holds a gradient left by `ignore()`, or zeros, that do not count."""
-        if self._num_ignored == 0:
+        if self.num_ignored == 0:
             return
         for slot in self.slots:
-            if slot.grad_state is IGNORED:
+            if slot.grad_state == IGNORED:
                 if slot.is_ignored():
                     slot.param.grad = None
-                self._set(slot, NOT_OURS)
+                self.set_state(slot, NOT_OURS)
 
 
 @dataclass(slots=True)
@@ -513,7 +440,7 @@ class Former:
         self._version = slot.placed_version
         gradient = self.gradient
         is_stored = gradient is not None and slot.is_foreign(gradient)
-        is_published = gradient is not None and self.state is PUBLISHED
+        is_published = gradient is not None and self.state == PUBLISHED
         #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
         self.counts = is_stored or is_published or self.state in (DTYPE_COPY, AUTOGRAD_PENDING)
         # p.grad may be a view of a DistributedDataParallel's bucket, which every backward pass overwrites.

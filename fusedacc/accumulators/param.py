@@ -7,17 +7,16 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .. import engine
+from ..engine.state import GradState
 from ..kernels import checks, native_module, registry, torch_state
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from ..kernels.local_parts import local
-from ..kernels.tensor_identity import TensorIdentity
+from ..kernels.torch_private import FakeTensor, storage_use_count
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
@@ -45,7 +44,7 @@ def storage_users(tensor: Tensor) -> int:
     """
     storage = tensor.untyped_storage()
     kept = sys.getrefcount(storage) > _references_to_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1 + kept  # less the object just made
+    return storage_use_count(storage._cdata) - 1 + kept  # less the object just made
 
 
 @functools.cache
@@ -132,35 +131,10 @@ def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 #: (device, gradient dtype, accumulate dtype). One kernel launch handles tensors of one lane.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
-#: Every lane seen so far, with its key. Slots of a lane share the tuple.
-_lanes: dict[Lane, tuple[Lane, int]] = {}
 
 
 def nothing() -> None:
     """Return None, as a dead weak reference does."""
-
-
-class GradState(enum.Enum):
-    """What `p.grad` holds, and so where the accumulator is. Only `p_grad.py` changes it, and native code in
-    its place (`SumRecords` in csrc/autograd/records.cpp).
-    """
-
-    #: fusedacc has not put anything into `p.grad`: it is None, or autograd or the user has set it. Counted
-    #: loop: it is a gradient that has not been added yet, and the accumulator is private. Manual loop: it is
-    #: the accumulator.
-    NOT_OURS = enum.auto()
-    #: `p.grad` is the accumulator, or after an update the gradient that the update has used. A tensor that
-    #: the user assigns becomes the accumulator until the window ends.
-    PUBLISHED = enum.auto()
-    #: `p.grad` is a copy of the accumulator in the slot's `update_dtype`, for an update. The accumulator is
-    #: private, or was dropped if only the copy was scaled.
-    DTYPE_COPY = enum.auto()
-    #: Manual loop: `p.grad` is None, or the gradient that autograd has stored for the current micro-batch. It
-    #: must be scaled before it is added. The accumulator is private.
-    AUTOGRAD_PENDING = enum.auto()
-    #: `p.grad` was left by a backward pass inside `ignore()` and does not count. The accumulator is private
-    #: in a counted loop; a manual loop has none. A tensor that the user assigns is treated as in NOT_OURS.
-    IGNORED = enum.auto()
 
 
 class Path(str, enum.Enum):
@@ -181,9 +155,8 @@ class Path(str, enum.Enum):
     NONE = "none"
 
 
-#: The paths on which modules add, and those on which a module writes the whole accumulator.
+#: The paths on which modules add.
 MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING, Path.HEAD)
-PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 
 
 def check_backend(lane: Lane, backend: str) -> None:
@@ -195,76 +168,55 @@ def check_backend(lane: Lane, backend: str) -> None:
             registry.select(device, target, source, backend)
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One parameter of the wrapped optimizer."""
+class Slot(engine.Slot):
+    """One parameter of the wrapped optimizer.
 
-    param: Tensor
-    group: int
-    name: str
-    #: The accumulate dtype that the user asked for; None for the default.
-    requested_dtype: torch.dtype | None
-    #: The parameter's number and that of its last addition, see Note [Streams] in noise.py.
-    number: int = 0
-    addition: int = -1
-    #: The private accumulator; None before the first gradient, and while p.grad is the accumulator.
-    accumulator: Tensor | None = None
-    #: The part of a bucket that is all-reduced, and the bucket's memory; None without a bucket.
-    buffer: Tensor | None = None
-    segment: Segment | None = None
-    #: Whether the accumulator must be in a reduce bucket, whatever its dtype.
-    in_reduce_bucket: bool = False
-    #: The accumulator that a module may add to without further checks.
-    writable: TensorIdentity | None = None
-    #: Whether code outside the wrapper may reduce the gradients over ranks: False with `data_parallel=`.
-    may_be_reduced_outside: bool = True
-    #: The state of p.grad; the tensor last put there, and its version at that time.
-    grad_state: GradState = GradState.NOT_OURS
-    placed: TensorIdentity | None = None
-    placed_version: int = 0
-    #: The bytes of a sparse accumulator in p.grad; None if it is dense. Only valid in the
-    #: state PUBLISHED.
-    sparse_bytes: int | None = None
-    #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
-    num_rows: int = 0
-    #: Whether `grad_dtype` was set to None, and its value before.
-    widened: bool = False
-    cleared_grad_dtype: torch.dtype | None = None
-    #: The `MODULE_PATHS` on which modules of the model add, and why a module that could add does not.
-    paths: tuple[str, ...] = ()
-    left_to: str = ""
-    #: Whether an operator of fusedacc in a compiled graph has delivered a gradient.
-    compiled: bool = False
-    #: Why a compiled graph computes PyTorch's own gradient; "" where it has an operator of fusedacc.
-    left_to_compiler: str = ""
-    #: Whether a module of the model keeps its autocast cast for a whole window.
-    keeps_cast: bool = False
-    #: The parameter as the hook registry last saw it. While this is unchanged, its AccumulateGrad node is the
-    #: same and the accumulator fits.
-    seen: tuple | None = None
-    #: Whether the gradients are large (`LARGE_BYTES` in autograd/python_hooks.py). Each one is then added
-    #: immediately, unless it may become the accumulator.
-    is_large: bool = False
-    #: The native hook on the parameter's node, where there is one.
-    native_hook: Any = None
-    #: Whether FSDP2, not autograd, puts the gradients into p.grad.
-    sharded: bool = False
-    #: The stream on which a module added last in this backward pass; 0 for the default stream.
-    writer_stream: int | None = None
-    #: Whether only plain torch can add: for complex dtypes, and after a sparse gradient or a tensor subclass.
-    needs_eager: bool = field(init=False)
-    #: The lane of the parameter as it is now. The key is a small number, cheaper to hash than the lane.
-    lane: Lane = field(init=False)
-    lane_key: int = field(init=False)
-    on_cuda: bool = field(init=False)
-    nbytes: int = field(init=False)
-    #: The number of elements of the parameter, or of its shard on this rank.
-    local_numel: int = field(init=False)
-    shape: torch.Size = field(init=False)
-    strides: tuple[int, ...] = field(init=False)
+    The engine's class has what native code reads: the accumulator, its deferred scale, the state of p.grad.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, param: Tensor, group: int, name: str, requested_dtype: torch.dtype | None, number: int = 0
+    ) -> None:
+        super().__init__(param)
+        self.param = param
+        self.group = group
+        self.name = name
+        #: The accumulate dtype that the user asked for; None for the default.
+        self.requested_dtype = requested_dtype
+        #: The parameter's number and that of its last addition, see Note [Streams] in noise.py.
+        self.number = number
+        self.addition = -1
+        #: The part of a bucket that is all-reduced, and the bucket's memory; None without a bucket.
+        self.buffer: Tensor | None = None
+        self.segment: Segment | None = None
+        #: Rows of the sparse sum after its last addition. The next window's sum is likely to get as many.
+        self.num_rows = 0
+        #: Whether `grad_dtype` was set to None, and its value before.
+        self.widened = False
+        self.cleared_grad_dtype: torch.dtype | None = None
+        #: Why a module that could add does not.
+        self.left_to = ""
+        #: Whether an operator of fusedacc in a compiled graph has delivered a gradient.
+        self.compiled = False
+        #: Why a compiled graph computes PyTorch's own gradient; "" where it has an operator of fusedacc.
+        self.left_to_compiler = ""
+        #: Whether a module of the model keeps its autocast cast for a whole window.
+        self.keeps_cast = False
+        #: The parameter as the hook registry last saw it. While this is unchanged, its AccumulateGrad node
+        #: is the same and the accumulator fits.
+        self.seen: tuple | None = None
+        self._paths: tuple[str, ...] = ()
         self.describe()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The `MODULE_PATHS` on which modules of the model add."""
+        return self._paths
+
+    @paths.setter
+    def paths(self, paths: tuple[str, ...]) -> None:
+        self._paths = paths
+        self.has_path = bool(paths)
 
     def is_reduced_outside(self) -> bool:
         """Whether code outside the wrapper reduces the gradient over ranks, and reads p.grad to do so.
@@ -288,20 +240,15 @@ class Slot:
         dtype = self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
-        lane = param.device, param.dtype, dtype
-        self.lane, self.lane_key = _lanes.setdefault(lane, (lane, len(_lanes) + 1))
+        self.lane: Lane = (param.device, param.dtype, dtype)
+        self.describe_to_engine(*self.lane)
         self.on_cuda = param.is_cuda
-        self.set_needs_eager((param.dtype, dtype) not in PAIRS)
-        self.nbytes = param.numel() * param.element_size()
+        #: Whether only plain torch can add: for complex dtypes, and after a sparse gradient or a subclass.
+        self.needs_eager = (param.dtype, dtype) not in PAIRS
+        #: The number of elements of the parameter, or of its shard on this rank.
         self.local_numel = local(param).numel()
         self.shape = param.shape
         self.strides = _gradient_strides(param)
-
-    def set_needs_eager(self, needs_eager: bool) -> None:
-        """Set `needs_eager` here and in the native hook."""
-        self.needs_eager = needs_eager
-        if self.native_hook is not None:
-            self.native_hook.needs_eager = needs_eager
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
@@ -348,7 +295,7 @@ class Slot:
     @property
     def published_bytes(self) -> int:
         """The bytes of the accumulator in p.grad; 0 if there is none. p.grad is not read."""
-        if self.grad_state is not GradState.PUBLISHED:
+        if self.grad_state != GradState.PUBLISHED:
             return 0
         if self.sparse_bytes is not None:
             return self.sparse_bytes
@@ -358,21 +305,9 @@ class Slot:
         """Whether autograd accepts the accumulator as p.grad."""
         return self.grad_dtype in (None, self.lane[2])
 
-    def is_placed(self, gradient: Tensor | None) -> bool:
-        """Whether this is the tensor that fusedacc last put into p.grad."""
-        placed = self.placed
-        return placed is not None and gradient is not None and placed.refers_to(gradient)
-
-    def is_foreign(self, gradient: Tensor) -> bool:
-        """Whether autograd or the user put this gradient into p.grad, and it counts."""
-        state = self.grad_state
-        if state is GradState.NOT_OURS or state is GradState.AUTOGRAD_PENDING:
-            return True
-        return state is not GradState.PUBLISHED and not self.is_placed(gradient)
-
     def is_ignored(self) -> bool:
         """Whether p.grad holds a gradient that does not count."""
-        return self.grad_state is GradState.IGNORED and self.is_placed(self.param.grad)
+        return self.grad_state == GradState.IGNORED and self.is_placed(self.param.grad)
 
     def fits(self, accumulator: Tensor | None) -> bool:
         """Whether the kernel supports this accumulator, which the user may have assigned to p.grad."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class Passes:
         self.deferred = deferred
         self.noise = noise
         self._backend = backend
-        #: Held while accumulators are written.
-        self.lock = threading.RLock()
+        #: Held while accumulators are written. The engine's, once there is one.
+        self.lock: Any = threading.RLock()
 
     def select(self, lane: Lane) -> registry.Selection:
         """Return the backend that adds gradients of this lane, and the reason."""
@@ -48,7 +49,7 @@ class Passes:
         exposed: bool,
     ) -> None:
         """Add to the accumulators of `slots` in one pass, or one for each distinct deferred scale."""
-        if not self.deferred.scales or overwrite is True:
+        if overwrite is True or not self.deferred.select_deferred(slots):
             self.run(accumulators, terms, scale, slots, overwrite=overwrite, exposed=exposed)
             return
         for beta, indices in self.deferred.group(slots):
@@ -100,8 +101,6 @@ class Passes:
 
     def apply_scales(self, slots: Iterable[Slot] | None = None) -> None:
         """Multiply the accumulators of these slots (None: all) by their deferred scales, in one pass."""
-        if not self.deferred.scales:
-            return
         with self.lock:
             pending = self.deferred.select_deferred(slots)
             for scale, indices in self.deferred.group(pending):

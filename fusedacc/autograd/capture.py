@@ -1,16 +1,13 @@
-"""Takes gradients before autograd stores them, and adds them in batches.
+"""Begins and ends backward passes, and handles the gradients that the engine leaves to Python.
 
-A pre-hook on a parameter's AccumulateGrad node receives the new gradient and returns `(None,)`, so autograd
-stores nothing. Small gradients wait in a bucket until it is full or the backward pass ends. One pass then
-adds them all. On a CPU with native hooks only a window's first gradients wait: later ones are added
-immediately (`NativeHooks`). Pending gradients belong to a graph task (one call of the engine). Re-entrant
-checkpointing runs tasks inside tasks. Each task is flushed at its end, so no launch adds to the same sum
-twice.
+The engine (csrc/autograd/engine.h) has a hook on each parameter's AccumulateGrad node. It adds a plain
+gradient at once on a CPU, and with others in one launch on a GPU, so that autograd stores nothing. A
+`BackwardPass` describes one call of autograd's engine; re-entrant checkpointing runs such calls inside
+others. This file begins and ends those in which a window begins or ends, or that are unusual.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
@@ -20,18 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
-from ..kernels import launch_events, torch_state
-from ..kernels.torch_state import raw_stream, weakly
-from . import eligibility, graph_task
-from .eligibility import Taker
-from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Attribute, LeftToPython, Owners
-from .native_hooks import hooks_for
-from .python_hooks import LET_THROUGH, SWALLOWED, task_id
+from ..engine import BackwardPass, FallbackEngine, engine_for
+from ..kernels import torch_state
+from ..kernels.checks import GRADIENT_TYPES
+from ..kernels.torch_private import current_raw_stream, will_run
+from ..kernels.torch_state import on_stream, weakly
+from .reasons import LEFT_TO_AUTOGRAD, REDUCED_OUTSIDE
 from .registration import HookRegistry
 
 
@@ -48,7 +42,7 @@ class Product(NamedTuple):
 
 
 class Capture:
-    """Delivers gradients to accumulators, and reports when a backward pass begins and ends.
+    """Handles the backward passes of one wrapper.
 
     slots: the owner shares this list, and calls `registry.refresh` after appending. policy: the
     `optimizer.accumulation.Accumulation`, which decides how the gradients of a backward pass are handled, and
@@ -57,141 +51,147 @@ class Capture:
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Any) -> None:
         self.accumulators = accumulators
-        #: Whether a backward pass has bypassed the hooks. No hook clears p.grad before it or sees its end.
-        self.bypassed = False
+        self._bypassed = False
         self._warned = False
-        #: Weight-gradient products that a backward pass postpones; `do_products` computes them. None: nothing
-        #: is postponed.
-        self.undone: list[Product] | None = None
+        self._undone: list[Product] | None = None
         self._policy = policy
         #: The thread that has ended the last backward pass that Python has handled.
         self._thread: int | None = None
-        self._lock = threading.RLock()
-        #: Represents a graph task without pending gradients: at its end only the window has work to do.
-        self._ordinary = GraphTask(captures=True)
-        self._ordinary.added = True
-        self._tasks: dict[int, GraphTask] = {}
-        self.hooks = hooks_for(accumulators)
         reference = weakref.ref(self)
         policy.shards.receiver = reference
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, reference)
-
-    def run_middle_natively(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
-        """Let native code handle micro-batches in the middle of a window while its assumptions, and this
-        object's, hold. inner: the optimizer, whose groups have the parameters. parameters: the parameter set.
-        """
-        is_false: list[Attribute] = [
-            (self, "bypassed"),
-            (self, "_tasks"),
-            (launch_events, "watching"),
-            (self.registry, "closed"),
-            (self.registry, "reshaped"),
-            (self.registry, "on_delivery"),
-        ]
-        owners = Owners(
-            self._policy.window,
-            inner,
-            parameters,
-            self.registry,
-            weakly(self.finish),
-            weakly(self.finish_first_or_last),
+        #: The state of the wrapper's sums and its window, and the hooks on its parameters.
+        self.engine = engine_for(
+            accumulators.grads,
+            policy.window,
+            begin=weakly(self._begin),
+            receive=weakly(self.receive),
+            add=weakly(self._add),
+            scale=weakly(self._scale),
+            stored=weakly(self._add_shown_gradient),
+            finish=weakly(self._finish),
         )
-        self.hooks.run_middle_natively(owners, assumptions._replace(is_false=is_false + assumptions.is_false))
+        policy.window.autograd_stores = isinstance(self.engine, FallbackEngine)
+        accumulators.engine = self.engine
+        accumulators.passes.lock = self.engine.lock
+        self.engine.set_rounds_stochastically(accumulators.noise.seed is not None)
+        self.engine.set_condition("sums are rounded stochastically", accumulators.noise.seed is not None)
+        self.registry = HookRegistry(slots, accumulators, policy, self.engine, reference)
 
-    def take_over_tasks(self) -> dict[int, GraphTask]:
-        """Return the running backward passes, by identity, and take over the one that native code runs.
+    @property
+    def bypassed(self) -> bool:
+        """Whether a backward pass has bypassed the hooks. No hook clears p.grad before it or sees its end."""
+        return self._bypassed or self.engine.is_bypassed
 
-        Failed ones remain until `drop_failed_backwards`. Read `_tasks` itself only where a backward pass that
-        native code runs may go on without Python, or where Python has just begun or ended one.
+    @bypassed.setter
+    def bypassed(self, bypassed: bool) -> None:
+        self._bypassed = bypassed
+        self.engine.set_condition("a backward pass has bypassed the hooks", bypassed)
+
+    @property
+    def undone(self) -> list[Product] | None:
+        """Weight-gradient products that a backward pass postpones; `do_products` computes them. None: nothing
+        is postponed.
         """
-        if self.hooks.middle.runs:
-            with self._lock:
-                task = self._policy.middle_task()
-                identity = self.hooks.take_over(task)
-                if identity is not None:
-                    self._tasks.setdefault(identity, task)
-                    self.hooks.middle.let_go()
-        return self._tasks
+        return self._undone
 
-    def stop_adding(self) -> None:
-        """Stop native code from adding in the running backward passes, and note what it has added."""
-        if self.take_over_tasks():
-            self.hooks.stop_adding()
+    @undone.setter
+    def undone(self, undone: list[Product] | None) -> None:
+        self._undone = undone
+        self.engine.set_postpones(undone is not None)
 
     # During a backward pass
 
-    def receive(self, slot: Slot, gradient: Tensor | None, sole: bool) -> tuple[None] | None:
-        """Handle a gradient that has arrived at a hook. Return `(None,)` if it was taken, or None to leave it
-        to autograd.
+    def _begin(self) -> Any:
+        """Begin the running backward pass at its first gradient, and decide how its gradients are handled.
 
-        gradient: of any kind; None if the backward pass has none for this parameter. sole: whether only the
-        engine and the hook refer to it, so no other code can change it.
+        Return its `BackwardPass`, or None to leave it to autograd. Raises RuntimeError, with nothing added,
+        if the micro-batch needs a weight and has none.
         """
-        case = eligibility.of_gradient(slot, gradient)
-        taker = case.taker
-        if taker is Taker.NOBODY:
-            return LET_THROUGH
-        with self._lock:
-            task = self.take_over_tasks().get(task_id()) or self._begin()
-        if slot.paths and slot.native_hook is not None:
-            self.hooks.release_to_python(slot)
-        self._complete(task, [slot])
-        if not task.captures or taker is Taker.AUTOGRAD:
+        if torch_state.in_compiled_autograd():
+            self.bypassed = True
+            return None
+        tasks = self.engine.tasks()
+        if self.accumulators.grads.holds_uncounted and not tasks:
+            self.registry.refresh()  # parameters, and these gradients with them, may have been moved
+        if self.accumulators.in_place.begun:  # by an enclosing pass, or by one that has failed
+            if all(map(self.engine.has_failed, tasks)):
+                self.accumulators.in_place.forget()
+            else:
+                self._complete()
+        self.registry.check_graph()
+        self.engine.flush()  # sums may become private or be scaled here
+        return self._policy.begin_backward(outermost=not tasks)
+
+    def receive(self, slot: Slot, gradient: Tensor | None, reason: str, is_unshared: bool) -> bool:
+        """Handle a gradient that the engine leaves to Python. Return False if autograd has to store it.
+
+        gradient: None if the backward pass has none for this parameter. reason: why, as the engine's `Reason`
+        names it. is_unshared: whether only autograd's engine refers to the gradient.
+        """
+        task = self._enter(slot)
+        if task is None:
+            return False
+        self._complete([slot])
+        if not task.captures or reason in LEFT_TO_AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
-            if case is eligibility.REDUCED_OUTSIDE:
+            if reason == REDUCED_OUTSIDE or (slot.is_reduced_outside() and task.captures):
                 task.reduced_outside = True
             elif task.captures and self._policy.adds_after_hooks():
-                self.registry.add_after_hooks(slot, task_id())
-            return LET_THROUGH
-        if taker is Taker.DONE or gradient is None or task.drops:
-            return SWALLOWED
-        if taker is Taker.TORCH:
-            if case.lasts:
-                slot.set_needs_eager(True)
-            task.added = True
-            self._flush_shared(task, [slot])
-            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task), is_unshared=sole)
-            return SWALLOWED
-        identity = task_id()
+                self.engine.collect_after_node(slot)
+            return False
+        if gradient is None or task.drops:
+            return True
+        task.added = True
+        is_usual = type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
+        if not is_usual:
+            slot.needs_eager = True
+        device, dtype, _ = slot.lane
         adder = self.accumulators.adder
-        if slot.native_hook is not None and self.hooks.add_now(slot, identity, gradient):
-            return SWALLOWED
-        waits = not slot.is_large or (slot.accumulator is None and adder.may_adopt(slot, gradient))
-        if not (sole and waits):
-            self._flush_shared(task, [slot])
-            self._add(task, [slot], [gradient])
-            return SWALLOWED
-        stream = raw_stream(gradient)
-        bucket = task.buckets.get(slot.lane_key)
-        if bucket is None:
-            bucket = self.hooks.open_bucket(slot, identity, stream)
-            task.buckets[slot.lane_key] = bucket
-        elif bucket.stream != stream:
-            self.flush_bucket(identity, bucket)
-            bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, 0 if slot.is_large else slot.nbytes)
-        return SWALLOWED
+        scale = self._scale(task)
+        if slot.needs_eager or gradient.dtype is not dtype or gradient.device != device:
+            adder.add_eagerly(slot, gradient, scale, is_unshared=is_unshared)
+        else:
+            adder.add([slot], [gradient], scale)
+        return True
 
-    def add_shown_gradient(self, slot: Slot) -> None:
+    def _enter(self, slot: Slot) -> Any:
+        """Return the running backward pass, which Python ends. Order the slot's sum after earlier writes."""
+        task = self.engine.enter()
+        if task is not None:
+            task.in_python = True
+            self.engine.settle(slot)
+        return task
+
+    def _add(self, task: Any, slots: list[Slot], gradients: list[Tensor]) -> None:
+        """Add gradients that have waited, of slots of one lane."""
+        self.accumulators.adder.add(slots, gradients, self._scale(task))
+
+    def _scale(self, task: Any) -> float | Tensor:
+        """Return the factor of this pass's gradients, ready on the current stream."""
+        return self._policy.scale_of(task)
+
+    def _add_shown_gradient(self, slot: Slot) -> None:
         """Add a gradient that the user's post-accumulate hooks have seen in p.grad, unless another thread's
         backward pass may be writing to p.grad.
         """
-        with self._lock:
-            task = self.take_over_tasks().get(task_id())
-            if task is not None and len(self._tasks) == 1:
-                self._policy.add_shown_gradient(task, slot)
+        task = self.engine.current_task()
+        if task is not None and len(self.engine.tasks()) == 1:
+            self._policy.add_shown_gradient(task, slot)
 
     def has_entered(self) -> bool:
         """Whether `enter` was called in the running backward pass."""
-        task = self.take_over_tasks().get(task_id())
+        task = self.engine.current_task()
         return task is not None and task.delivered_late
 
     def enter(self, slots: Sequence[Slot], *, withheld: bool) -> None:
         """Prepare p.grad of these parameters for FSDP2, which will store gradients in it during this backward
         pass. withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
-        with self._lock:
-            task = self.take_over_tasks().get(task_id()) or self._begin()
+        with self.engine.lock:
+            task = self.engine.enter()
+            if task is None:  # a pipeline's stage reduces after its backward passes
+                task = BackwardPass(captures=False, ignored=self._policy.window.ignoring)
+            task.in_python = True
             task.delivered_late = True
             for slot in slots:
                 self._policy.leave_to_autograd(task, slot)
@@ -199,12 +199,12 @@ class Capture:
 
     def take_stored(self, slot: Slot) -> None:
         """Take a gradient that FSDP2 has stored in p.grad."""
-        with self._lock:
+        with self.engine.lock:
             if not self.has_entered():  # no hook on a module's output has announced this backward pass
                 self._policy.check_unmixed(slot)
                 others = [other for other in self.registry.slots if other.sharded and other is not slot]
                 self.enter(others, withheld=False)
-            task = self.take_over_tasks().get(task_id())
+            task = self.engine.current_task()
             if task is not None:
                 self._policy.take_stored(task, slot)
 
@@ -228,9 +228,8 @@ class Capture:
         whether `write` may also be called after the backward pass.
         """
         param = slot.param
-        hooked = self.registry.nodes.get(slot)
         try:
-            if node is not None and not torch._C._will_engine_execute_node(node):
+            if node is not None and not will_run(node):
                 return True
         except RuntimeError:  # torch.autograd.grad differentiates with respect to the weight
             return False
@@ -242,30 +241,24 @@ class Capture:
             or param._post_accumulate_grad_hooks
             or slot.needs_eager
             or slot.is_reduced_outside()
-            or hooked is None
-            or hooked.node is not node  # the parameter was moved or cast
+            or node is None
+            or self.registry.nodes.get(slot) is not node  # the parameter was moved or cast
         ):
             return False
-        task = self.take_over_tasks().get(task_id())
-        if task is None:
-            with self._lock:
-                task = self._begin()
-        if not task.captures:
-            return False
-        if task.drops:
-            return True
-        if slot.native_hook is not None:
-            self.hooks.release_to_python(slot)
-        if len(self.take_over_tasks()) > 1:
-            self._flush_shared(task, [slot])
-        if slot.on_cuda:
-            graph_task.wait_for_last_writer(task, slot)
-        task.added = True
-        if may_wait and self.undone is not None and not slot.compiled:  # compiled graphs reuse their memory
-            stream = torch._C._cuda_getCurrentRawStream(slot.lane[0].index) if slot.on_cuda else 0
-            self.undone.append(Product(slot, write, self._scale(task), stream))
-            return True
-        return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows, part)
+        with self.engine.lock:
+            task = self._enter(slot)
+            if task is None or not task.captures:
+                return False
+            if task.drops:
+                return True
+            task.added = True
+            scale = self._scale(task)
+            # Compiled graphs reuse the memory of their operands.
+            if may_wait and self._undone is not None and not slot.compiled:
+                stream = current_raw_stream(slot.lane[0].index) if slot.on_cuda else 0
+                self._undone.append(Product(slot, write, scale, stream))
+                return True
+            return self.accumulators.in_place.write(slot, write, scale, by_rows, part)
 
     def do_products(self, undone: list[Product]) -> None:
         """Compute the postponed products of a backward pass in their order, and empty the list."""
@@ -275,142 +268,43 @@ class Capture:
         while undone:
             slot, write, scale, stream = undone.pop()
             # Use the stream of the backward pass, on which the operands were allocated.
-            on_stream = graph_task.on_stream(stream, slot.lane[0]) if slot.on_cuda else nullcontext()
-            with torch.no_grad(), on_stream:
+            with torch.no_grad(), on_stream(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
                 if not in_place.write(slot, write, scale):
                     gradient = torch.empty(slot.shape, dtype=slot.accumulate_dtype, device=slot.lane[0])
                     write(gradient, 1.0, 0.0)
                     adder.add_eagerly(slot, gradient, scale)
 
-    def begin_natively(self) -> bool:
-        """Begin the running graph task, before it has delivered a gradient. Return whether native code may
-        add its gradients to sums that are ready for it.
-        """
-        with self._lock:
-            return self.hooks.adds_in(self.take_over_tasks().get(task_id()) or self._begin())
-
-    def _begin(self) -> GraphTask:
-        """Begin a graph task at its first gradient, and decide how its gradients are handled. Raises
-        RuntimeError, with nothing added, if the micro-batch needs a weight and has none.
-        """
-        if torch_state.in_compiled_autograd():
-            self.bypassed = True
-            return GraphTask(captures=False, ignored=self._policy.window.ignoring)
-        identity = task_id()
-        if self.accumulators.grads.holds_uncounted and not self._tasks:
-            self.registry.refresh()  # parameters, and these gradients with them, may have been moved
-        if self.accumulators.in_place.begun:  # by an enclosing task, or by one that has failed
-            running = [task for task in list(self.take_over_tasks().values()) if not task.has_failed]
-            if running:
-                self._complete(running[0])
-            else:
-                self.accumulators.in_place.forget()
-        self.registry.check_graph()
-        self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(outermost=len(self.take_over_tasks()) == 0)
-        self._tasks[identity] = task  # stops native code from beginning other tasks
-        if len(self.take_over_tasks()) > 1:
-            self.hooks.stop_adding()
-        self._call_back(identity, task)
-        if task.captures:
-            # Native code cannot postpone products.
-            alone = len(self.take_over_tasks()) == 1 and self.undone is None
-            self.hooks.begin(identity, task, self._scale(task), alone=alone)
-        return task
-
-    def _call_back(self, identity: int, task: GraphTask) -> None:
-        """Have the engine call `finish` at the end of the running graph task."""
-        callback = functools.partial(weakly(self.finish), identity)
-        task.callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _scale(self, task: GraphTask) -> float | Tensor:
-        """Return the scale of this task's gradients, ready on the current stream."""
-        return self._policy.scale_of(task) if task.host_scale is None else task.host_scale
-
-    def _add(
-        self, task: GraphTask, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False
-    ) -> None:
-        task.added = True
-        self.accumulators.adder.add(slots, gradients, self._scale(task), adoptable)
-
-    def _complete(self, task: GraphTask, slots: Collection[Slot] | None = None) -> None:
+    def _complete(self, slots: Collection[Slot] | None = None) -> None:
         """Zero the parts of sums that modules have not written yet, of these parameters (None: all)."""
         in_place = self.accumulators.in_place
-        if not in_place.begun:
-            return
         for slot in list(in_place.begun if slots is None else slots):
-            if slot.on_cuda and slot in in_place.begun:
-                graph_task.wait_for_last_writer(task, slot)
-        in_place.complete(slots)
+            if slot in in_place.begun:
+                self.engine.settle(slot)
+                in_place.complete([slot])
 
-    def flush_bucket(self, identity: int, bucket: Bucket) -> None:
-        """Add a bucket's gradients, after enclosing tasks' gradients of the same parameters."""
-        task = self.take_over_tasks()[identity]
-        self._flush_shared(task, bucket.slots())
-        self._add_bucket(task, bucket)
+    # The end of a backward pass
 
-    def _add_bucket(self, task: GraphTask, bucket: Bucket) -> None:
-        with self._lock:
-            slots, gradients, adoptable = bucket.take()
-        if not slots:
-            return
-        for slot in slots:
-            if slot.paths and slot.native_hook is not None:  # a module may have begun its sum in empty memory
-                self.hooks.release_to_python(slot)
-        if not slots[0].on_cuda:
-            self._add(task, slots, gradients, adoptable)
-            return
-        with graph_task.on_stream(bucket.stream, slots[0].lane[0]):
-            for slot in slots:
-                if slot.paths:
-                    graph_task.wait_for_last_writer(task, slot)
-            self._add(task, slots, gradients, adoptable)
-
-    def finish(self, identity: int) -> None:
-        """End a graph task: add pending gradients, and tell the policy."""
-        task = self.take_over_tasks().get(identity)
-        if task is None:
-            return
+    def _finish(self, task: Any) -> None:
+        """End a backward pass: add pending gradients, and tell the policy."""
         is_awaited = task.captures and (task.delivered_late or self._policy.collects_after(task))
         if task.reduced_outside and is_awaited and not task.follows_reducer:
             task.follows_reducer = True  # its callback was queued after this one, so queue this one again
-            self._call_back(identity, task)
+            self.engine.call_back(task)
             return
-        self.hooks.stop_adding()
-        if not task.ignored:
-            for bucket in task.buckets.values():
-                self.flush_bucket(identity, bucket)
-        self._complete(task)
-        graph_task.wait_for_all_writers(task)
-        self.hooks.join(is_last=len(self._tasks) == 1)
-        if len(self._tasks) > 1:
+        self.engine.flush()
+        self._complete()
+        self.engine.join()
+        if len(self.engine.tasks()) > 1:
             self.drop_failed_backwards()
-        with self._lock:  # other threads may end tasks during this call
+        with self.engine.lock:  # other threads may end passes during this call
             self._note_thread()
             task.has_ended = True
-            task.inner = not all(other.has_ended for other in self._tasks.values())
+            task.inner = not all(other.has_ended for other in self.engine.tasks())
         self._policy.end_backward(task, self.registry.refresh, outermost=not task.inner)
-        self._drop(identity, failed=False)
+        self._drop(task, failed=False)
         self.drop_failed_backwards()
-        self._release_shown()
-        if task.captures and not (task.stored or self._tasks):
-            self._prepare_next()
-
-    def finish_first_or_last(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
-        """End a window's first or last backward pass, which native code began. Arguments: as in `Owners`."""
-        self._note_thread()
-        try:
-            self.hooks.note_added(added)
-            for bucket in buckets:
-                slots, gradients, adoptable = bucket.take()
-                self.accumulators.adder.add(slots, gradients, scale, adoptable)
-            self._policy.end_backward(self._ordinary, self.registry.refresh, outermost=True)
-        except BaseException:
-            self._policy.forget_backward(self._ordinary, failed=True)
-            raise
-        self._release_shown()
-        self._prepare_next()
+        if task.captures and not (task.stored or self.engine.tasks()):
+            self._let_go_on()
 
     def _note_thread(self) -> None:
         """Record the thread that ends a backward pass, which is the one that has called it."""
@@ -418,62 +312,33 @@ class Capture:
         self._policy.has_threads |= self._thread not in (None, thread)
         self._thread = thread
 
-    def _release_shown(self) -> None:
-        """Drop native references to the tensors in p.grad, so that `swap_tensors` accepts them."""
-        if self.accumulators.grads.exposed:
-            self.hooks.release_sums()
-
-    def _prepare_next(self) -> None:
-        """Let native code handle the next backward passes, if they are like the last one."""
+    def _let_go_on(self) -> None:
+        """Let the engine handle the next backward passes, if they are like the last one."""
         middle = self._policy.middle()
         if middle is not None:
-            self.hooks.prepare_next(middle)
-
-    def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
-        """Add what enclosing tasks hold for these parameters first, in the order of autograd.
-
-        Other threads may begin and end tasks during this call.
-        """
-        if len(self.take_over_tasks()) == 1:
-            return
-        outer = [task for task in list(self.take_over_tasks().values()) if task is not inner]
-        for task in outer:
-            for bucket in list(task.buckets.values()):
-                if not set(slots).isdisjoint(bucket.slots()):
-                    self._add_bucket(task, bucket)
+            self.engine.go_on(**middle._asdict())
 
     def add_pending(self, slots: Sequence[Slot]) -> None:
-        """Add these parameters' pending gradients of all backward passes, and stop native adding to them."""
-        slots_to_add = set(slots)
-        for task in list(self.take_over_tasks().values()):
-            for bucket in list(task.buckets.values()):
-                if not slots_to_add.isdisjoint(bucket.slots()):
-                    self._add_bucket(task, bucket)
-            self._complete(task, slots)
-        for slot in slots:
-            if slot.native_hook is not None:
-                self.hooks.release_to_python(slot)
+        """Add these parameters' pending gradients of all backward passes."""
+        self.engine.flush()
+        self._complete(slots)
+        self.engine.join()
 
-    def _drop(self, identity: int, *, failed: bool) -> None:
-        """Forget a graph task and its pending gradients, unless another thread has."""
-        task = self.take_over_tasks().pop(identity, None)
-        if task is not None:
-            self.hooks.end(identity, task)
-            if not self._tasks:
-                self.hooks.join(is_last=True)
+    def _drop(self, task: Any, *, failed: bool) -> None:
+        """Forget a backward pass and its pending gradients, unless another thread has."""
+        if self.engine.drop(task):
             self._policy.forget_backward(task, failed)
         if self.accumulators.in_place.begun:
-            with self._lock:  # no other task can begin here
-                if not self.take_over_tasks():
+            with self.engine.lock:  # no other pass can begin here
+                if not self.engine.tasks():
                     self.accumulators.in_place.forget()
 
     # Between backward passes
 
-    def prepare_first(self) -> None:
-        """Let native code begin the next window's first backward pass. Called after a window was emptied."""
-        first = None if self._tasks else self._policy.first()
-        if first is not None:
-            self.hooks.prepare_first(first)
+    def pause(self) -> None:
+        """Add all that waits. Python begins the next backward pass."""
+        self.engine.stop()
+        self.engine.join()
 
     def note_stored(self, is_raw: bool) -> None:
         """Warn once if `step()` finds gradients in p.grad that no hook could make final. is_raw: whether
@@ -498,23 +363,24 @@ class Capture:
 
     def drop_failed_backwards(self) -> None:
         """Forget backward passes that an exception has ended."""
-        tasks = self.take_over_tasks()
+        tasks = self.engine.tasks()
         if not tasks:
             return
-        for identity in [key for key, task in list(tasks.items()) if task.has_failed]:
-            self._drop(identity, failed=True)
-        for task in list(self.take_over_tasks().values()):
-            self._complete(task)  # this pass is still running, and the caller will read the sums
+        for task in tasks:
+            if self.engine.has_failed(task):
+                self._drop(task, failed=True)
+        if self.engine.tasks():  # these are still running, and the caller will read the sums
+            self.engine.flush()
+            self._complete()
 
     def close(self) -> None:
         """Remove the hooks for good."""
         self.registry.close()
         self.forget()
-        # Native code refers to this object, and the garbage collector does not see that.
-        self.hooks.middle = LeftToPython()
 
     def forget(self) -> None:
         """Drop all pending gradients."""
-        for identity in list(self.take_over_tasks()):
-            self._drop(identity, failed=False)
+        for task in self.engine.tasks():
+            self._drop(task, failed=False)
+        self.engine.stop()
         self._policy.shards.drop_withheld()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,41 +15,39 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import torch_state
+from ..kernels.registry import NATIVE
+from ..kernels.torch_private import current_raw_stream
 from ..kernels.torch_state import process_group_up, raw_stream, weakly
-from .graph_task import GraphTask
-from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker, task_id
 
 #: The registry of each parameter, by the parameter's id. A live registry keeps its parameters alive. Weak
 #: references to parameters would make `torch.utils.swap_tensors` fail.
 _owners: dict[int, weakref.ref[HookRegistry]] = {}
 
 
-class HookedNode(NamedTuple):
-    """A parameter's AccumulateGrad node, and the handle of the pre-hook on it."""
-
-    node: Any
-    handle: RemovableHandle
+def accumulate_grad_node(param: Tensor) -> Any:
+    """Return the AccumulateGrad node of a leaf that requires a gradient, or create one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class HookRegistry:
     """Hooks on the parameters of `slots`, a list that its owner shares and changes; it calls `refresh` after
     appending.
 
-    policy: as of `Capture`. tasks: the known graph tasks, by identity. capture: a weak reference to the
-    capture, which receives gradients. Raises ValueError if a parameter belongs to another live wrapper, or
-    the reduction does not support FSDP2.
+    policy: as of `Capture`. engine: the wrapper's. capture: a weak reference to the capture. Raises
+    ValueError if a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
     """
 
     #: Whether there is nothing to release: before hooks are registered, and after `close()`.
     closed = True
+    _on_delivery: Callable[[Slot], None] | None = None
 
     def __init__(
         self,
         slots: list[Slot],
         accumulators: Accumulators,
         policy: Any,
-        hooks: PythonHooks,
-        tasks: Mapping[int, GraphTask],
+        engine: Any,
         capture: weakref.ref,
     ) -> None:
         self.slots = slots
@@ -57,34 +55,33 @@ class HookRegistry:
         self._shards = policy.shards
         self._accumulators = accumulators
         self._policy = policy
-        self._hooks = hooks
-        self._tasks = tasks
+        self._engine = engine
         self._capture = capture
-        #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced, and the
-        #: handles of the hooks. They are not in the slots: a node refers to its hook and the hook to its
-        #: slot, so the cycle would never be freed.
-        self.nodes: dict[Slot, HookedNode] = {}
+        #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced.
+        self.nodes: dict[Slot, Any] = {}
         #: Weak references to the parameters' memory, which show when a parameter gets other memory.
         self._memory: dict[Slot, weakref.ref] = {}
         self._moved = weakly(self._react_to_move)
         #: Parameters whose shape has changed since the last update, with their former shapes.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
-        #: All parameters, and a native snapshot of them from when nothing was left to do. Without a snapshot
-        #: Python checks each parameter.
-        self._params: list[Tensor] = []
-        self._seen: Any = None
-        #: Functions that create hooks, by lane key.
-        self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether the nodes were created during a CUDA graph capture.
         self._made_in_graph = False
         #: By GPU: the stream that was current when the nodes of its parameters were created.
         self._made_on: dict[torch.device, int] = {}
-        #: Called for each node that has run, with or without a gradient; None if not needed.
-        self.on_delivery: Callable[[Slot], None] | None = None
         self._counters: dict[Slot, RemovableHandle] = {}
         self.closed = False
         self.claim(slots)
         self.refresh()
+
+    @property
+    def on_delivery(self) -> Callable[[Slot], None] | None:
+        """A function to call for each node that has run, with or without a gradient; None if not needed."""
+        return self._on_delivery
+
+    @on_delivery.setter
+    def on_delivery(self, on_delivery: Callable[[Slot], None] | None) -> None:
+        self._on_delivery = on_delivery
+        self._engine.set_condition("deliveries are counted", on_delivery is not None)
 
     def __del__(self) -> None:
         if not (self.closed or sys.is_finalizing()):  # at exit the parameters may be half gone already
@@ -125,23 +122,15 @@ class HookRegistry:
                 for slot in slots:
                     self._disarm(slot)
             self._leave_former_streams()
-        if slots is not self.slots or self._seen is None or not self._seen.hold(self._params):
-            is_done = self._refresh_each(slots)
-            if slots is self.slots and is_done:
-                self._params = [slot.param for slot in slots]
-                self._seen = self._hooks.look_at(self._params)
-
-    def _refresh_each(self, slots: Sequence[Slot]) -> bool:
-        """Refresh these slots. Return whether nothing is left to do until one of them changes."""
-        self._seen = None
-        is_done = True
+            if self._engine.are_as_seen():
+                return
         for slot in slots:
             param = slot.param
             # A change of device or layout also changes the memory.
             seen = param.data_ptr(), param.dtype, param.requires_grad, param.shape
             changed = slot.seen != seen
             has_node = slot in self.nodes and param.requires_grad
-            has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot].node
+            has_former_node = has_node and accumulate_grad_node(param) is not self.nodes[slot]
             if slot.seen is not None and (changed or has_former_node):
                 self._describe(slot)
             slot.seen = seen
@@ -149,8 +138,8 @@ class HookRegistry:
                 self._disarm(slot)
             elif changed or has_former_node or not has_node:
                 self._arm(slot)
-                is_done = is_done and slot in self.nodes
-        return is_done
+            if slot in self.nodes or not param.requires_grad:
+                slot.note_seen()
 
     def _leave_former_streams(self) -> None:
         """Between windows, drop the nodes of GPUs whose current stream has changed since they were created.
@@ -160,7 +149,7 @@ class HookRegistry:
         """
         if not self._made_on or not self._policy.window.empty:
             return
-        current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in self._made_on}
+        current = {device: current_raw_stream(device.index) for device in self._made_on}
         if current == self._made_on:
             return
         for slot in list(self.nodes):
@@ -173,9 +162,9 @@ class HookRegistry:
         """Update a slot after its parameter has changed."""
         owner = self._capture()
         if owner is not None:
-            owner.stop_adding()  # a deferred scale may be applied here
+            owner.pause()  # a deferred scale may be applied here
         former = slot.lane
-        if slot in self.nodes and self.nodes[slot].node.variable is not slot.param:
+        if slot in self.nodes and self.nodes[slot].variable is not slot.param:
             self._accumulators.grads.recognise_swapped(slot)
         if slot.shape != slot.param.shape:
             self._drop_former_shape(slot)
@@ -196,21 +185,25 @@ class HookRegistry:
         if hooked is None:
             return False
         is_frozen = not slot.param.requires_grad
-        return is_frozen or hooked.node is accumulate_grad_node(slot.param)
+        return is_frozen or hooked is accumulate_grad_node(slot.param)
 
     def _drop_former_shape(self, slot: Slot) -> None:
         """Drop the node after the parameter's shape has changed, because the node keeps the former shape."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
+        self._engine.set_condition("a parameter has another shape", True)
         if self._policy.window.empty:
             self._accumulators.drop_wrong_shape(slot)
+
+    def forget_shapes(self) -> None:
+        """Forget the former shapes of parameters, after an update."""
+        self.reshaped.clear()
+        self._engine.set_condition("a parameter has another shape", False)
 
     def _check_shape(self, slot: Slot) -> None:
         accumulator = self._accumulators.grads.current(slot)
         shape = slot.param.shape
-        is_p_grad = (
-            self._accumulators.grads.always_exposed and slot.grad_state is not GradState.AUTOGRAD_PENDING
-        )
+        is_p_grad = self._accumulators.grads.always_exposed and slot.grad_state != GradState.AUTOGRAD_PENDING
         if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, but the window's sum has gradients "
@@ -226,7 +219,6 @@ class HookRegistry:
             slot.narrow()
             if _owners.get(id(slot.param), nothing)() in (None, self):
                 _owners.pop(id(slot.param), None)
-        self._hooks.forget(slots)
 
     def reregister(self, slots: Iterable[Slot]) -> None:
         """Hook the new nodes of parameters whose memory was swapped and restored."""
@@ -248,42 +240,22 @@ class HookRegistry:
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
             self._disarm(slot)  # a graph of the former shape holds the node
             return
-        if slot not in self.nodes or self.nodes[slot].node is not node:
+        if self.nodes.get(slot) is not node:
             self._disarm(slot)
-            self.nodes[slot] = HookedNode(node, node.register_prehook(self._make_hook(slot)))
+            self.nodes[slot] = node
+            slot.is_native = self._accumulators.passes.select(slot.lane).backend.name in NATIVE
+            self._engine.attach(slot, node)
             if slot.on_cuda:
                 self._made_on.setdefault(slot.lane[0], raw_stream(param))
             if self.on_delivery is not None:
                 counter = functools.partial(weakly(self._report_delivery), slot)
                 self._counters[slot] = node.register_hook(counter)
-            self._hooks.attach(slot, node)
         self._watch(slot)
 
-    def add_after_hooks(self, slot: Slot, identity: int) -> None:
-        """Add the slot's gradient in p.grad once, in this running graph task, after the post-accumulate hooks
-        of its parameter.
-
-        The engine calls post-hooks of a node after these hooks. The post-hook removes itself, so that the
-        node has no others than a reducer's (`Slot.is_reduced_outside`).
-        """
-        capture = self._capture
-
-        def add(*gradients: Any) -> None:
-            if task_id() != identity:  # another thread's backward pass runs the node too
-                return
-            handle.remove()
-            owner = capture()
-            if owner is not None:
-                owner.add_shown_gradient(slot)
-
-        handle = self.nodes[slot].node.register_hook(add)
-
-    def _make_hook(self, slot: Slot) -> Hook:
-        maker = self._makers.get(slot.lane_key)
-        if maker is None:
-            maker = hook_maker(self._capture, self._hooks.buckets_for(slot), self._tasks, slot.on_cuda)
-            self._makers[slot.lane_key] = maker
-        return maker(slot)
+    def choose_again(self) -> None:
+        """Leave the gradients of lanes to Python whose backend has failed its self-test."""
+        for slot in self.nodes:
+            slot.is_native = self._accumulators.passes.select(slot.lane).backend.name in NATIVE
 
     def _watch(self, slot: Slot) -> None:
         """Detect that `p.data = other` gives the parameter another shape.
@@ -317,18 +289,18 @@ class HookRegistry:
             self._drop_former_shape(slot)
 
     def _disarm(self, slot: Slot) -> None:
-        self._seen = None
+        self._engine.stop()
+        slot.forget_seen()
         self._shards.disarm(slot)
         self._memory.pop(slot, None)
         counter = self._counters.pop(slot, None)
         if counter is not None:
             counter.remove()
-        hooked = self.nodes.pop(slot, None)
-        if hooked is not None:
-            hooked.handle.remove()
-            self._hooks.detach(slot)
+        if self.nodes.pop(slot, None) is not None:
+            self._engine.detach(slot)
 
     def close(self) -> None:
         """Remove all hooks for good."""
         self.closed = True
+        self._engine.set_condition("the wrapper is closed", True)
         self.release(self.slots)

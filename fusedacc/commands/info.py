@@ -74,19 +74,16 @@ def _automatic(device: torch.device) -> dict[str, str | None]:
     return {"backend": chosen.backend.name, "reason": chosen.reason}
 
 
-def _hooks() -> dict[str, Any]:
-    """Return whether a wrapper's hooks are native, and why; None: no wrapper can be made."""
+def _engine() -> dict[str, Any]:
+    """Return whether wrappers have the native engine, and why; None: no wrapper can be made."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
-        optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        native = optimizer._slots[0].native_hook is not None
+        AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0)).close()
         why_not = native_module.why_not()
-        optimizer.close()
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}
-    why = why_not or "the module loads, but this torch's nodes do not accept its hooks"
-    why = f"built for torch {torch.__version__}, Python {platform.python_version()}" if native else why
-    return {"native": native, "why": why}
+    built = f"built for torch {torch.__version__}, Python {platform.python_version()}"
+    return {"native": why_not is None, "why": why_not or built}
 
 
 def _self_tests() -> dict[str, Any]:
@@ -116,7 +113,7 @@ def collect() -> dict[str, Any]:
         "triton": version("triton"),
         "threads": torch.get_num_threads(),
         "library": built,
-        "hooks": _hooks(),
+        "engine": _engine(),
         **{name: os.environ.get(name) for name in _VARIABLES},
         "devices": [
             {
@@ -132,9 +129,9 @@ def collect() -> dict[str, Any]:
 
 
 def healthy(facts: dict[str, Any]) -> bool:
-    """Return whether all sums and self-tests are right, and every device has hooks and a backend."""
+    """Return whether sums and self-tests are right, wrappers can be made, and every device has a backend."""
     return (
-        facts["hooks"]["native"] is not None
+        facts["engine"]["native"] is not None
         and "problem" not in facts["selftest"]
         and not any(any(results.values()) for results in facts["selftest"]["devices"].values())
         and all(
@@ -164,7 +161,7 @@ def _texts(facts: dict[str, Any]) -> list[str]:
         (selected["backend"] or f"none ({_shorten(selected['reason'])})", name)
         for name, selected in chosen.items()
     )
-    texts = [_versions(facts), _library_line(facts), _hooks_line(facts)]
+    texts = [_versions(facts), _library_line(facts), _engine_line(facts)]
     if any(facts[name] for name in _VARIABLES):
         texts.append(", ".join(f"{name}={facts[name]}" for name in _VARIABLES if facts[name]))
     texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
@@ -208,10 +205,10 @@ def _library_line(facts: dict[str, Any]) -> str:
     )
 
 
-def _hooks_line(facts: dict[str, Any]) -> str:
-    hooks = facts["hooks"]
-    kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
-    return f"hooks: {kind} ({_reason(facts, hooks['why'])})"
+def _engine_line(facts: dict[str, Any]) -> str:
+    engine = facts["engine"]
+    kind = "native" if engine["native"] else "none"
+    return f"engine: {kind} ({_reason(facts, engine['why'])})"
 
 
 def _reason(facts: dict[str, Any], reason: str) -> str:

@@ -120,7 +120,7 @@ class Shards:
         param = slot.param
         key = id(param)
         if key in self._left:
-            slot.set_needs_eager(True)
+            slot.needs_eager = True
         if key in self._slots or key in self._left:
             return True
         group = self._groups.get(key, nothing)()

@@ -173,7 +173,7 @@ class ReduceBucket:
 
     def fits(self) -> bool:
         """Whether no parameter has changed its lane or shape since the bucket was made."""
-        return all(slot.lane is self.lane for slot in self.slots) and _layouts(self.slots) == self.layouts
+        return all(slot.lane == self.lane for slot in self.slots) and _layouts(self.slots) == self.layouts
 
     def send(
         self,
@@ -281,7 +281,7 @@ class Reducer:
         nbytes = 0
         limit = FIRST_BYTES
         for slot in reversed(members):
-            if not groups or groups[-1][0].lane is not slot.lane or nbytes >= limit:
+            if not groups or groups[-1][0].lane != slot.lane or nbytes >= limit:
                 limit = BUCKET_BYTES if groups else FIRST_BYTES
                 groups.append([])
                 nbytes = 0

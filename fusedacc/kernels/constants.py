@@ -40,7 +40,7 @@ class GemmMethod(enum.IntEnum):
 
 
 class ProductMethod(enum.IntEnum):
-    """`ProductMethod` of csrc/autograd/immediate_add.h: what multiplies. GemmMethod m is OPERATOR + m."""
+    """`ProductMethod` of csrc/autograd/engine.h: what multiplies. GemmMethod m is OPERATOR + m."""
 
     UNKNOWN = 0
     PYTHON = 1

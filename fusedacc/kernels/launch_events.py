@@ -6,8 +6,28 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from . import native_module
+
 #: The active instances of `fusedacc.traffic.TrafficMeter`; usually none, so that a report costs little.
 watching: list[Any] = []
+
+
+def watch(observer: Any) -> None:
+    """Report to this observer. Python then makes all launches of wrappers."""
+    watching.append(observer)
+    _tell_engines()
+
+
+def unwatch(observer: Any) -> None:
+    """Report no longer to this observer."""
+    watching.remove(observer)
+    _tell_engines()
+
+
+def _tell_engines() -> None:
+    module: Any = native_module.loaded()
+    if module is not None:
+        module.Engine.set_watched(bool(watching))
 
 
 def launched(kernel: str, *operands: Any) -> None:

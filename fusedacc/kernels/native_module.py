@@ -1,7 +1,7 @@
-"""The compiled module of autograd's hooks and functions (`_autograd.*.so`): loaded, or the reason why not.
+"""The compiled module of the native engine (`_autograd.*.so`): loaded, or the reason why not.
 
-It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, hooks run in
-Python, and `model=` leaves Linear, Embedding and experts to PyTorch.
+It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, autograd
+stores all gradients, and `model=` leaves Linear, Embedding and experts to PyTorch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from . import library
 from .checks import switch
 
-#: "0": do not use the module; "1": raise if it is missing; "" or not set: use it if it exists.
-VARIABLE = "FUSEDACC_NATIVE_HOOKS"
+#: "0": wrappers have no native engine; "1": raise if it is missing; "" or not set: use it if it exists.
+VARIABLE = "FUSEDACC_ENGINE"
 
 
 def file_name() -> str:
@@ -56,30 +56,30 @@ def _load() -> tuple[Any, str | None]:
 
 
 def loaded() -> Any | None:
-    """Return the module if it was built, whatever FUSEDACC_NATIVE_HOOKS says."""
+    """Return the module if it was built, whatever FUSEDACC_ENGINE says."""
     return _load()[0]
 
 
 def module() -> Any | None:
-    """Return the module; None if hooks run in Python."""
+    """Return the module; None if wrappers have no native engine."""
     return None if why_not() else _load()[0]
 
 
 def why_not() -> str | None:
-    """Return why hooks run in Python; None if they are native. Raises RuntimeError if
-    FUSEDACC_NATIVE_HOOKS=1.
+    """Return why wrappers have no native engine; None if they have. Raises RuntimeError if there is none and
+    FUSEDACC_ENGINE=1.
     """
     choice = switch(
         VARIABLE,
-        on="native hooks, or an error",
-        off="hooks in Python",
-        unset="native hooks if they are built",
+        on="the native engine, or an error",
+        off="no native engine",
+        unset="the native engine if it is built",
     )
     if choice is False:
         return f"{VARIABLE}=0"
     problem = _load()[1]
     if choice and problem is not None:
-        raise RuntimeError(f"{VARIABLE}=1, but there are no native hooks: {problem}")
+        raise RuntimeError(f"{VARIABLE}=1, but there is no native engine: {problem}")
     return problem
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, _compile, _guards, _ops, overrides
 from torch._subclasses import fake_tensor
+from torch.distributed.algorithms import join
 from torch.utils import _device, _python_dispatch, _pytree
 
 _C: Any = torch._C
@@ -75,7 +76,13 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 #: Whether the running backward pass will run a node. Raises RuntimeError in `torch.autograd.grad`.
 will_run: Callable[[Any], bool] = _C._will_engine_execute_node
 
+#: Calls a function at the end of the running backward pass.
+queue_callback: Callable[[Callable[[], Any]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
 # Tensors and storages
+
+#: The references to a storage, by the address `UntypedStorage._cdata`.
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count
 
 #: Whether two tensors share memory. Public functions need a storage, which sparse tensors do not have.
 share_memory: Callable[[Tensor, Tensor], bool] = _C._is_alias_of
@@ -110,15 +117,6 @@ def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def has_kernel(operator: str, dispatch_key: str) -> bool:
     """Return whether an operator has a kernel for a dispatch key. No public name."""
     return _C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
-
-
-def default_process_group() -> tuple[object, str]:
-    """Return the object, and the name of its attribute that is None while there is no process group.
-
-    Native code reads the attribute in every micro-batch. The public `torch.distributed.group.WORLD` is a
-    Python property, which it would have to call.
-    """
-    return torch.distributed.distributed_c10d._world, "_default_pg"
 
 
 # The compiler. Importing it takes 1.3 s, so nothing here imports it for a program that does not compile.
@@ -203,6 +201,10 @@ def show_to_function_modes(function: Callable[..., Any]) -> None:
     with contextlib.suppress(AttributeError):
         torch._dynamo.variables.torch.get_overridable_functions().add(function)
 
+
+# Join: `torch.distributed.algorithms.Joinable` wants an object of this class as an attribute.
+
+JoinConfig = join._JoinConfig
 
 # FSDP2
 

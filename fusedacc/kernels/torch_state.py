@@ -16,7 +16,6 @@ from .torch_private import (
     DefaultDeviceMode,
     current_graph_task,
     current_raw_stream,
-    default_process_group,
     function_modes,
     in_compiled_autograd_region,
     num_function_modes,
@@ -71,11 +70,6 @@ def process_group_up() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def process_group() -> list[tuple[object, str]]:
-    """Return the object and the name of its attribute that is None while there is no process group."""
-    return [default_process_group()] if torch.distributed.is_available() else []
-
-
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Context: make a GPU the current device, which launches use."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -84,6 +78,20 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def raw_stream(tensor: Tensor) -> int:
     """Return the address of the tensor's device's current stream; 0 on a CPU."""
     return current_raw_stream(tensor.device.index) if tensor.is_cuda else 0
+
+
+@contextlib.contextmanager
+def on_stream(raw: int, device: torch.device) -> Iterator[None]:
+    """Run the block on the existing stream with this address, and let the current stream wait for it."""
+    current = torch.cuda.current_stream(device)
+    if current.cuda_stream == raw:
+        yield
+        return
+    # For the default stream, whose address is 0, `torch.cuda.ExternalStream` would create a new stream.
+    stream = torch.cuda.get_stream_from_external(raw, device)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 @runs_as_written

@@ -53,10 +53,10 @@ class WeightSum:
         self.number = compiled.number_for(self)
         self.ticket = compiled.make_ticket(self.number)
         native: Any = native_module.loaded()
-        if native is not None:
-            calls = weakly(self.add_in_backward), weakly(self.begin_backward)
+        if native is not None and isinstance(capture.engine, native.Engine):
+            add = weakly(self.add_in_backward)
             #: The C++ `WeightSum` (csrc/autograd/weight_sum.h), which adds without Python where it can.
-            self._native = native.WeightSum(self.number, slot, *calls)
+            self._native = native.WeightSum(self.number, capture.engine, slot, add)
 
     @property
     def backend(self) -> str:
@@ -74,8 +74,7 @@ class WeightSum:
     def node(self) -> Any:
         """The AccumulateGrad node that carries the parameter's hook; None if there is none."""
         capture = self._capture()
-        hooked = None if capture is None else capture.registry.nodes.get(self.slot)
-        return None if hooked is None else hooked.node
+        return None if capture is None else capture.registry.nodes.get(self.slot)
 
     @property
     def accumulates(self) -> bool:
@@ -98,11 +97,6 @@ class WeightSum:
         """Record the path that gradients take, for `explain()`."""
         if path not in self.slot.paths:
             self.slot.paths += (path,)
-
-    def begin_backward(self) -> bool:
-        """Call `Capture.begin_natively`."""
-        capture = self._capture()
-        return capture is not None and capture.begin_natively()
 
     def accumulate_in_place(
         self,
@@ -139,8 +133,10 @@ class WeightSum:
                 "backward, whose graph has no gradient for it: register hooks before the forward"
             )
         gradient = gradient.to(param.device, param.dtype)
-        if capture is not None and capture.receive(self.slot, gradient, True) is not None:
-            return
+        if capture is not None:
+            reason = capture.engine.reason_for(self.slot)
+            if capture.receive(self.slot, gradient, reason, is_unshared=True):
+                return
         if param.grad is None:
             param.grad = gradient
         else:

@@ -25,7 +25,7 @@ from .patched_forward import PatchedForward, is_stock, reads_parameter
 from .stacked import PatchedExperts, StackedSum, may_read_experts
 
 REPLICAS = "DataParallel runs replicas of the modules, which have other weights"
-NOT_BUILT = "without the native module (see `python -m fusedacc info`) PyTorch computes its gradient"
+NOT_BUILT = "without the native engine (see `python -m fusedacc info`) PyTorch computes its gradient"
 WHOLE_GRADIENTS = 'rounding="stochastic" takes whole gradients'
 
 
@@ -87,7 +87,7 @@ class Replacements:
             if slot.sharded:  # the modules use the unsharded parameter
                 continue
             takes_products = not self._capture.accumulators.noise.rounds(slot.accumulate_dtype)
-            built = native_module.loaded() is not None
+            built = native_module.module() is not None
             if slot.param.dim() == 3 and built and takes_products and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
             if slot.param.dim() == 2 and not self._replicas:
@@ -223,7 +223,7 @@ def _why_not(module: nn.Module, name: str, kind: type[PatchedForward] | None) ->
         return "parametrized: its gradient goes on through the parametrization"
     if kind is None:
         return None
-    if native_module.loaded() is None:
+    if native_module.module() is None:
         return NOT_BUILT
     if kind is not PatchedExperts and name != "weight":
         return "pruned, or with weight or spectral norm: its gradient goes on through the module's weight"

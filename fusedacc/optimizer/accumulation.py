@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..accumulators import Accumulators, Slot
-from ..autograd.graph_task import GraphTask
-from ..autograd.middle import Assumptions, Attribute, First, Middle
-from ..distributed import pipelines
+from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators.param import owns_memory
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
 from ..distributed.unattached_ddp import SynchronisationCheck
+from ..engine import BackwardPass
 from ..kernels import launch_events, torch_state
 from ..nn import compiled
 from .rank_reduction import RankReduction
@@ -27,6 +27,22 @@ from .window import Window
 
 #: Registers hooks again where a parameter's AccumulateGrad node may have changed.
 Refresh = Callable[[], None]
+
+
+class Middle(NamedTuple):
+    """How the engine handles the next backward passes without Python.
+
+    Attributes:
+        scale: the factor of gradients.
+        steps: the number of micro-batches in the window; 0 in a manual loop.
+        repeats: whether all windows are alike, and their sums are final after the last addition.
+        updates_plainly: whether an update needs only what p.grad holds after the last backward pass.
+    """
+
+    scale: float
+    steps: int
+    repeats: bool
+    updates_plainly: bool
 
 
 class Accumulation:
@@ -47,14 +63,25 @@ class Accumulation:
         #: Counted loop: the check of gradients that a reducer outside the wrapper should have reduced.
         self._synchronisation = SynchronisationCheck() if window.counted else None
         self.ranks = RankReduction(window, accumulators)
+        #: Whether an update without clipping or a loss scale has only to run the inner optimizer.
+        self.updates_plainly = False
         #: Whether several threads have run backward passes. Then one that has not reached a hook yet may be
         #: writing to p.grad, so gradients that no hook has announced stay there until `step()`.
         self.has_threads = False
-        #: The attached pipeline schedule, if any.
-        self.attached: AttachedSchedule | None = None
+        self._attached: AttachedSchedule | None = None
         #: The parameters that FSDP2 has sharded, added when they are hooked.
         self.shards = Shards(window.reduction)
         window.shards = self.shards
+
+    @property
+    def attached(self) -> AttachedSchedule | None:
+        """The attached pipeline schedule, if any."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: AttachedSchedule | None) -> None:
+        self._attached = attached
+        self.accumulators.engine.set_condition("a pipeline schedule is attached", attached is not None)
 
     # Backward passes that do not count
 
@@ -82,7 +109,7 @@ class Accumulation:
 
     # Called by the hooks
 
-    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
+    def begin_backward(self, outermost: bool, schedule: bool = False) -> Any:
         """Begin a backward pass, and return how to handle its gradients.
 
         outermost: whether no other backward pass is running. schedule: whether it is a pipeline schedule's
@@ -91,9 +118,7 @@ class Accumulation:
         """
         window = self.window
         in_graph = torch_state.capturing()
-        if window.counted and pipelines.began_unseen(self._slots):
-            window.micro.in_schedule = True  # until the optimizer's step(), which collects p.grad
-        outermost = outermost and not window.micro.in_schedule
+        outermost = outermost and not window.in_schedule
         if window.counted and not window.empty and in_graph != self._began_in_graph:
             raise RuntimeError(
                 f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
@@ -113,22 +138,22 @@ class Accumulation:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         return task
 
-    def _begin_ignored(self) -> GraphTask:
+    def _begin_ignored(self) -> Any:
         window = self.window
-        if window.counted and (window.micro.deferred if window.micro.ran else window.unsynchronised):
+        if window.counted and (window.deferred if window.ran else window.unsynchronised):
             window.check_synchronised("a backward inside ignore() would be mixed with them")
-        return GraphTask(captures=False, ignored=True)
+        return BackwardPass(captures=False, ignored=True)
 
-    def _begin_not_ignored(self, schedule: bool) -> GraphTask:
+    def _begin_not_ignored(self, schedule: bool) -> Any:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        in_schedule = window.micro.in_schedule
+        in_schedule = window.in_schedule
         # The schedule divides p.grad before its `step()` ends, but cannot divide private accumulators.
         scheduled = schedule or (window.counted and in_schedule)
         left = scheduled and window.micro.schedule_divisor is None
         captures = schedule or not (differentiable or left)
-        task = GraphTask(captures, scale, drops=window.has_zero_weight)
+        task = BackwardPass(captures, scale, drops=window.has_zero_weight)
         if window.full:
             window.restart()  # its update failed, and was not retried
         self._grads.clear_ignored()
@@ -141,106 +166,52 @@ class Accumulation:
             self._grads.make_private()
         if window.counted and window.will_update:
             self._change_sum_scale(window.final_scale(ending=True))  # applied by the window's last additions
-        if not (isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor)):
-            task.host_scale = scale * window.sum_scale
         return task
-
-    def first(self) -> First | None:
-        """Return how to begin the next window's first backward pass without Python; None if impossible."""
-        window = self.window
-        if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
-            return None
-        if torch_state.capturing() or (window.counted and self._grads.exposed):
-            return None
-        if self._is_on_gpu():  # Python orders the streams on which sums are made
-            return None
-        scale = window.scale_of_next_window()
-        if scale is None:
-            return None
-        following = self.middle() if window.counted else None
-        return First(scale, pipelines.unseen_module(), following, not self.accumulators.update_needs_norm)
-
-    def _has_like_micro_batches(self) -> bool:
-        """Whether one number on the host multiplies the gradients of all micro-batches of a window."""
-        window = self.window
-        if window.reduction.weighs or (window.reduction.divides and not window.counted):
-            return False
-        # A capture holds whole windows, which Python checks.
-        return not (self.shards or self.attached or self._began_in_graph)
 
     def middle(self) -> Middle | None:
-        """Return how native code handles the next micro-batch; None if Python must."""
-        window = self.window
-        if not self._has_like_micro_batches():
-            return None
-        if window.counted and window.will_update:
-            ready = not self._is_on_gpu() and self._needs_only_update()
-            return Middle(1.0, window.steps, False, pipelines.unseen_module(), True) if ready else None
-        factor = window.sum_scale
-        steps = window.steps if window.counted else 0
-        scale = window.gradient_scale * factor
-        if isinstance(factor, Tensor) or isinstance(scale, Tensor):
-            return None
-        # The last micro-batch applies the final scale, which is 1 here. Usually `sum_scale` is 1 already, and
-        # the last micro-batch adds like the others. Otherwise Python begins it.
-        ends_alike = factor == 1.0
-        if window.counted and not ends_alike and window.micro_step + 2 >= steps:
-            return None
-        return Middle(scale, steps, ends_alike, pipelines.unseen_module())
+        """Return how the engine handles the next micro-batch; None if Python begins it.
 
-    def _is_on_gpu(self) -> bool:
-        """Whether some parameters are on a GPU."""
-        return any(slot.on_cuda for slot in self._slots)
-
-    def _needs_only_update(self) -> bool:
-        """Whether every p.grad holds its final gradient, which the update neither scales, casts nor reads."""
-        slots = self._slots
-        if self.accumulators.update_needs_norm or self._noise.seed is not None:
-            return False
-        if self.window.sum_scale != 1.0:
-            return False
-        if self._grads.num_published != len(slots):
-            return False
-        return all(slot.update_dtype == slot.accumulate_dtype for slot in slots)
-
-    def middle_task(self) -> GraphTask:
-        """Return the same record of a backward pass in the middle of a window as `begin_backward`."""
-        task = GraphTask(True, self.window.gradient_scale)
-        task.host_scale = float(task.scale * self.window.sum_scale)  # `middle` excludes tensors
-        return task
-
-    def assumptions(self) -> Assumptions:
-        """Return the attributes that `middle` depends on and that `Accumulation` knows.
-
-        docs/design.md lists the other places that add some.
+        It can if one number on the host multiplies the gradients of all micro-batches of a window.
         """
         window = self.window
-        grads = self._grads
-        names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
-        is_false: list[Attribute] = [(window, name) for name in names]
-        is_false += [(grads, name) for name in ("_num_ignored", "_aside")]
-        is_false += [(self.ranks, "parallel"), (self, "attached"), *torch_state.process_group()]
-        stays: list[Attribute] = [(window, "sum_scale"), (self.accumulators, "update_needs_norm")]
-        versions: list[Attribute] = [(grads, "generation"), (self.accumulators.deferred, "num_changes")]
-        return Assumptions(is_false, stays, versions)
+        if window.reduction.weighs or (window.reduction.divides and not window.counted):
+            return None
+        # A capture holds whole windows, which Python checks.
+        if self.shards or self._began_in_graph or torch_state.process_group_up():
+            return None
+        scale = window.gradient_scale
+        if isinstance(scale, Tensor):
+            return None
+        if not window.counted:
+            return Middle(scale, steps=0, repeats=True, updates_plainly=False)
+        repeats = isinstance(window.schedule, int)
+        updates_plainly = repeats and self.updates_plainly and not self.accumulators.update_needs_norm
+        return Middle(scale, window.steps, repeats, updates_plainly)
 
-    def scale_of(self, task: GraphTask) -> float | Tensor:
-        """Return the multiplier of a graph task's gradients, ready on the current stream."""
+    def scale_of(self, task: Any) -> float | Tensor:
+        """Return the factor of a backward pass's gradients, ready on the current stream."""
         if self._sum_scale_stream is not None and isinstance(self.window.sum_scale, Tensor):
             stream = torch.cuda.current_stream(self._sum_scale_stream.device)
             if stream != self._sum_scale_stream:
                 stream.wait_stream(self._sum_scale_stream)
-        return task.scale_in(self.window.sum_scale)
+        return task.scale * self.window.sum_scale
 
-    def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
+    def leave_to_autograd(self, task: Any, slot: Slot) -> None:
         """Take the accumulator out of p.grad, so that autograd stores this backward pass's gradient alone."""
         if task.ignored:
             self._grads.set_aside([slot])  # `bring_back` may have run since
-        elif self.window.adds_stored:
+        elif self.window.adds_stored or self._adds_beside(task, slot):
             self._grads.begin_autograd_gradient(slot)
-        task.stored.append(slot)
+        task.note_stored(slot)
 
-    def note_withheld(self, task: GraphTask, withheld: bool) -> None:
+    def _adds_beside(self, task: Any, slot: Slot) -> bool:
+        """Manual loop: whether a gradient must not be added to p.grad by autograd: p.grad is a copy of the
+        accumulator for an update whose closure runs, or the accumulator is rounded stochastically.
+        """
+        rounds = self.window.autograd_stores and self._noise.rounds(slot.accumulate_dtype)
+        return task.captures and (rounds or slot.grad_state == GradState.DTYPE_COPY)
+
+    def note_withheld(self, task: Any, withheld: bool) -> None:
         """Note whether FSDP2 keeps this backward pass's gradients, or reduces them with those kept."""
         window = self.window
         if task.ignored:
@@ -253,7 +224,7 @@ class Accumulation:
         # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
         task.added = task.added or withheld or window.withheld
         window.withheld = withheld
-        window.micro.deferred = withheld
+        window.deferred = withheld
         if not withheld:
             window.unsynchronised = False
 
@@ -270,32 +241,43 @@ class Accumulation:
     def synchronise(self, refresh: Refresh) -> None:
         """Counted loop: reduce and add the gradients that FSDP2 has kept. Call it on every rank."""
         window = self.window
-        ran = window.micro.ran
+        ran = window.ran
         self.shards.synchronise()
         self.collect(self._slots, refresh)
-        window.micro.ran = ran
+        window.ran = ran
         window.withheld = False
-        window.micro.deferred = False
+        window.deferred = False
         window.unsynchronised = False
 
     def adds_after_hooks(self) -> bool:
-        """Whether a gradient is added as soon as the user's post-accumulate hooks have seen it in p.grad.
+        """Whether `add_shown_gradient` is called as soon as autograd has stored a gradient in p.grad.
 
         With `data_parallel=`, the gradients of a backward pass are added together at its end, before the
         reduction.
         """
-        return self.window.adds_stored and self.ranks.parallel is None
+        return self.ranks.parallel is None
 
-    def add_shown_gradient(self, task: GraphTask, slot: Slot) -> None:
+    def add_shown_gradient(self, task: Any, slot: Slot) -> None:
         """Add the gradient that autograd has put into p.grad, and that the user's hooks have seen there."""
         gradient = slot.param.grad
         if task.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
             return
         task.added = True
+        if not (self.window.adds_stored or slot.grad_state == GradState.AUTOGRAD_PENDING):
+            self._own(slot, gradient)
+            return
         slot.param.grad = None
         self._add([(slot, gradient.detach())])
+        if not self.window.counted:
+            self._grads.take_autograd_gradients([slot])  # p.grad is the accumulator again
 
-    def take_stored(self, task: GraphTask, slot: Slot) -> None:
+    def _own(self, slot: Slot, gradient: Tensor) -> None:
+        """Give p.grad, to which autograd adds, the accumulate dtype and memory of its own."""
+        is_own = gradient.is_sparse or (gradient.dtype == slot.accumulate_dtype and owns_memory(gradient))
+        if slot.may_publish() and not is_own:
+            self._grads.publish(slot, gradient.to(slot.accumulate_dtype, copy=True))
+
+    def take_stored(self, task: Any, slot: Slot) -> None:
         """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
         gradient = slot.param.grad
         adds_later = self.window.adds_stored
@@ -311,17 +293,17 @@ class Accumulation:
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
 
-    def collects_after(self, task: GraphTask) -> bool:
+    def collects_after(self, task: Any) -> bool:
         """Whether gradients that autograd stores in this backward pass are added when it ends."""
-        micro = self.window.micro
-        stays_in_grad = micro.deferred or micro.in_schedule
-        return self.window.counted and not (stays_in_grad or task.ignored or task.inner)
+        window = self.window
+        stays_in_grad = window.deferred or window.in_schedule
+        return window.counted and not (stays_in_grad or task.ignored or task.inner)
 
-    def publishes_after(self, task: GraphTask) -> bool:
+    def publishes_after(self, task: Any) -> bool:
         """Whether p.grad will be the final gradient after this backward pass."""
         return self.window.will_update and self.collects_after(task)
 
-    def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
+    def end_backward(self, task: Any, refresh: Refresh, outermost: bool) -> None:
         """End a backward pass, after its pending gradients were added.
 
         task: what `begin_backward` has returned. refresh: see `Refresh`. outermost: as in `begin_backward`.
@@ -329,13 +311,13 @@ class Accumulation:
         if task.ignored:
             return
         window = self.window
-        waits = window.micro.deferred or window.micro.in_schedule
+        waits = window.deferred or window.in_schedule
         if self._synchronisation is not None and task.reduced_outside and not waits:
             self._synchronisation.check(task.stored)
-        outermost = outermost and not window.micro.in_schedule
-        window.micro.ran = True
+        outermost = outermost and not window.in_schedule
+        window.ran = True
         self._added_in_schedule = True
-        window.micro.num_backwards += outermost
+        window.num_backwards += outermost
         try:
             if window.tainted is None:
                 self._conclude_backward(task, refresh, outermost)
@@ -343,8 +325,10 @@ class Accumulation:
             if outermost:
                 self._noise.finish_numbering()
 
-    def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
+    def _conclude_backward(self, task: Any, refresh: Refresh, outermost: bool) -> None:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
+        if self.window.autograd_stores and outermost and task.captures:
+            self._add_stored(self._grads.take_autograd_gradients(self._slots))
         if outermost and task.captures and self.collects_after(task):
             if not self.has_threads:
                 self.collect_plain(refresh)
@@ -362,8 +346,8 @@ class Accumulation:
             if self.ranks.reduces_each and self.ranks.parallel.synchronises:
                 self.ranks.reduce()
 
-    def forget_backward(self, task: GraphTask, failed: bool) -> None:
-        """End a graph task. If an exception ended it (`failed`), taint the window if anything was added."""
+    def forget_backward(self, task: Any, failed: bool) -> None:
+        """End a backward pass. If it has `failed`, taint the window if anything was added."""
         if (
             failed
             and not task.ignored
@@ -381,7 +365,7 @@ class Accumulation:
         window = self.window
         grads = self._grads
         task = self.begin_backward(True, schedule=True)
-        if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
+        if window.counted and not (task.ignored or window.unsynchronised or window.deferred):
             self.collect(self._slots, refresh)  # else the schedule divides it
         if not task.ignored:
             window.micro.schedule_divisor = divisor
@@ -390,11 +374,11 @@ class Accumulation:
             if not slot.sharded:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(task, slot)
-        window.micro.in_schedule = True
+        window.in_schedule = True
         failed = True
         try:
             yield
-            window.micro.in_schedule = False
+            window.in_schedule = False
             if window.micro.schedule_divisor is not None and window.tainted is None:
                 if window.counted:
                     self.collect(self._slots, refresh)
@@ -412,7 +396,7 @@ class Accumulation:
                 if not window.counted:
                     task.added = bool(grads.take_autograd_gradients(self._slots)) or task.added
                     task.stored = []  # p.grad is the accumulator again
-            micro.in_schedule = False
+            window.in_schedule = False
             micro.schedule_divisor = None
             self.forget_backward(task, failed)
 
@@ -459,7 +443,7 @@ class Accumulation:
         self._add_stored(foreign)
         if with_graph:
             self._grads.keep(with_graph)
-        self.window.micro.ran = True
+        self.window.ran = True
         return True
 
     def _may_keep_graph(self, slot: Slot, gradient: Tensor) -> bool:
@@ -487,7 +471,7 @@ class Accumulation:
             return
         for slot, gradient in stored:
             if gradient.layout is not torch.strided:
-                slot.set_needs_eager(True)
+                slot.needs_eager = True
         slots, gradients = zip(*stored, strict=True)
         with torch.no_grad(), launch_events.phase("accumulate"):
             self.accumulators.adder.add_mixed(slots, gradients, window.gradient_scale * window.sum_scale)
@@ -539,7 +523,7 @@ class Accumulation:
 
     def apply_scales(self) -> None:
         """Apply the deferred scales."""
-        if self.accumulators.deferred.scales:
+        if self.accumulators.deferred.select_deferred():
             reason = "an exception has interrupted the scaling of the sums"
             with torch.no_grad(), self.window.tainted_by(reason):
                 self.accumulators.passes.apply_scales()

@@ -12,8 +12,7 @@ import torch
 from .. import traffic
 from ..accumulators import Accumulators, Path, Slot
 from ..accumulators.param import MODULE_PATHS
-from ..autograd import eligibility
-from ..autograd.eligibility import Taker
+from ..autograd import reasons
 from ..distributed.pipelines import AttachedSchedule
 from ..kernels import grouped, lists, matmul, native_module, softmax
 from ..kernels.local_parts import is_distributed
@@ -51,14 +50,21 @@ class Route:
         return replace(self, why=f"{self.why}; {words}")
 
 
-#: Path and backend of gradients that no fusedacc kernel adds.
+#: Path and backend of gradients that no fusedacc kernel adds, by reason.
 _NOT_OURS = {
-    Taker.NOBODY: (Path.NONE, "-"),
-    Taker.AUTOGRAD: (Path.EAGER, "stock"),
-    Taker.TORCH: (Path.EAGER, "eager"),
+    reasons.FROZEN: (Path.NONE, "-"),
+    reasons.NOT_A_LEAF: (Path.EAGER, "eager"),
+    reasons.NEEDS_EAGER: (Path.EAGER, "eager"),
+    reasons.REDUCED_OUTSIDE: (Path.EAGER, "stock"),
+    reasons.POST_ACCUMULATE_HOOK: (Path.EAGER, "stock"),
+    reasons.NO_ENGINE: (Path.EAGER, "stock"),
 }
-#: The path of gradients that a fusedacc kernel adds after the module's backward.
-_KERNELS = {Taker.KERNEL: Path.MULTI_TENSOR, Taker.SHARD: Path.FSDP2}
+#: The path of gradients that a fusedacc kernel adds after the module's backward, by reason.
+_KERNELS = {
+    reasons.ORDINARY: Path.MULTI_TENSOR,
+    reasons.WEIGHT_HOOK: Path.MULTI_TENSOR,
+    reasons.SHARDED: Path.FSDP2,
+}
 #: The entry of a path in the columns `first` and `later`: a text, or the names of two loops of
 #: `traffic.accounting`, for a counted and for a manual loop. In a manual loop autograd itself adds the
 #: gradients that it stores.
@@ -153,37 +159,35 @@ def explain(
     if window.shards:
         notes.append(window.shards.describe())
     head = f"{loop}, reduction {window.reduction.name!r}"
-    return "\n".join([head, *table, legend, *notes, f"hooks: {_hooks(slots)}", f"update: {update}"])
+    return "\n".join([head, *table, legend, *notes, f"engine: {_engine()}", f"update: {update}"])
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _hooks(slots: Sequence[Slot]) -> str:
-    native = sum(slot.native_hook is not None for slot in slots)
-    hooked = sum(slot.param.requires_grad for slot in slots)
-    if native == 0:
-        return f"in Python ({native_module.why_not() or 'no parameter has a native one'})"
-    return "native" if native == hooked else f"native on {native} of {hooked} parameters, else in Python"
+def _engine() -> str:
+    why_not = native_module.why_not()
+    return "native" if why_not is None else f"none ({why_not})"
 
 
 def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) -> Route:
     """Return the route of this parameter's next gradient; `scheduled` as in `explain`."""
-    case = eligibility.of_parameter(slot)
-    if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
-        path, backend = _NOT_OURS[Taker.AUTOGRAD]
+    reason = accumulators.engine.reason_for(slot)
+    words = reasons.REASONS[reason]
+    if scheduled and reason in (reasons.ORDINARY, reasons.WEIGHT_HOOK, reasons.IN_MODULE):
+        path, backend = _NOT_OURS[reasons.REDUCED_OUTSIDE]
         return Route((path,), backend, _SCHEDULED)
-    if case.taker is Taker.MODULE:
+    if reason == reasons.IN_MODULE:
         return _in_backward(slot, accumulators)
-    if case.taker in _KERNELS:
+    if reason in _KERNELS:
         selection = accumulators.passes.select(slot.lane)
         cast = "the weight's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
-        reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
-        return Route((_KERNELS[case.taker],), selection.backend.name, "; ".join(filter(None, reasons)))
-    path, backend = _NOT_OURS[case.taker]
-    left_to = slot.left_to if is_distributed(slot.param) else ""
-    return Route((path,), backend, "; ".join(filter(None, (case.why, left_to))))
+        notes = [words or slot.left_to, cast, "" if words else selection.reason]
+        return Route((_KERNELS[reason],), selection.backend.name, "; ".join(filter(None, notes)))
+    path, backend = _NOT_OURS[reason]
+    left_to = slot.left_to if is_distributed(slot.param) or reason == reasons.NO_ENGINE else ""
+    return Route((path,), backend, "; ".join(filter(None, (words, left_to))))
 
 
 def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:

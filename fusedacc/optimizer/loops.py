@@ -53,10 +53,6 @@ class Loop:
         self._masters = masters
         self._pipeline = pipeline
 
-    def end_plainly(self) -> bool:
-        """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
-        return False
-
     def sync_param_groups(self) -> list[Slot]:
         """Pick up the user's changes to parameters, and return the new slots; raises as its parts."""
         pipelines.install()
@@ -69,11 +65,22 @@ class Loop:
             self._registry.refresh()
         return fresh
 
+    def end_plainly(self) -> bool:
+        """Return False: only a counted loop can end a window without Python's checks."""
+        return False
+
+    def clears_like_torch(self) -> bool:
+        """Whether the inner optimizer's `zero_grad` is torch's own, which clears nothing but p.grad."""
+        return getattr(self._inner.zero_grad, "__func__", None) is Optimizer.zero_grad
+
+    def leave_to_python(self, condition: str, holds: bool) -> None:
+        """Let Python run every `step()`, and begin every backward pass, while a condition holds."""
+        self._capture.engine.set_condition(condition, holds)
+
     def _begin_next_window(self, skipped: bool) -> None:
         """Begin the next window after an attempted update."""
         self._window.count_update(skipped)
-        self._capture.hooks.release_sums()
-        self._registry.reshaped.clear()
+        self._registry.forget_shapes()
         self._registry.refresh()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.check_update()
@@ -86,11 +93,9 @@ class Loop:
         """Put every final gradient into p.grad. In a manual loop p.grad is the accumulator."""
 
     def clear_inner(self, set_to_none: bool) -> None:
-        """Call the inner optimizer's `zero_grad` if it is not torch's, because it may clear more than p.grad.
-        `MiddleOfWindow.clear` makes the same check.
-        """
+        """Call the inner optimizer's `zero_grad` if it is not torch's: it may clear more than p.grad."""
         method = self._inner.zero_grad
-        if getattr(method, "__func__", None) is Optimizer.zero_grad:
+        if self.clears_like_torch():
             return
         parameters = inspect.signature(method).parameters.values()
         if any(p.name == "set_to_none" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -110,8 +115,6 @@ class Loop:
         with record_function(f"Optimizer.zero_grad#{type(self._inner).__name__}.zero_grad"):
             self._accumulators.clear(set_to_none)
         self._registry.refresh()
-        if set_to_none:
-            self._capture.prepare_first()
 
 
 class CountedLoop(Loop):
@@ -124,8 +127,7 @@ class CountedLoop(Loop):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._capture.take_over_tasks():
-            self._capture.drop_failed_backwards()
+        self._capture.drop_failed_backwards()
         if window.tainted is not None:
             window.check_untainted()
         self.sync_param_groups()
@@ -136,45 +138,44 @@ class CountedLoop(Loop):
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect_present()
-        if window.withheld and window.micro.ran and window.will_update:
+        if window.withheld and window.ran and window.will_update:
             window.check_synchronised("step() would update without them")
         if window.close_micro_batch():
             self._close_window(scaling, arguments, partial=False)
         return loss
 
     def end_plainly(self) -> bool:
-        """Do what `step` does if only the inner optimizer has to act on p.grad; else return False."""
-        is_plain = self._masters is None and self._parameters.casts is None
-        if not (is_plain and self._capture.hooks.middle.end_before_update()):
+        """End a micro-batch and its window, if the update has only to run the inner optimizer; else return
+        False. The engine has checked that the rest of `step` would do nothing.
+        """
+        engine = self._capture.engine
+        if self._parameters.must_choose_again:
             return False
-        # `end_before_update()` has checked what `Accumulation.assumptions` lists, and after the backward pass
-        # `_needs_only_update` was true. So there are no attached ranks, no pipeline schedule, no loss scale,
-        # no stochastic rounding and no changed shapes, and every p.grad is its final sum. The other steps of
-        # `_close_window`, `Update.step` and `_begin_next_window` would do nothing, except for releasing
-        # native references to the sums.
+        if not engine.begin_update(self._inner.param_groups, self._parameters.seen):
+            return False
         self._update.grad_norm = None
         self._inner.step()
-        self._accumulators.grads.restore_p_grad()
+        if not engine.end_update():
+            self._accumulators.grads.restore_p_grad()
         self._window.count_update()
         self._registry.refresh()
-        self._capture.hooks.middle.note_update()
         return True
 
     def _collect_present(self) -> None:
         """Add gradients that autograd or the user has put into p.grad to this micro-batch."""
         window = self._window
-        if not (window.micro_step or window.micro.ran):
+        if not (window.micro_step or window.ran):
             self._registry.refresh()
             self._accumulators.grads.mark_user_gradients()
         if self._inner.defaults.get("differentiable"):
             self._check_graphless()
         # Unsynchronised gradients wait in p.grad until a backward pass synchronises.
-        if not (window.micro.deferred or (window.unsynchronised and not window.micro.ran)):
+        if not (window.deferred or (window.unsynchronised and not window.ran)):
             self._collect_stored()
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        stored = not all_ours and self._capture.hooks.any_gradient()
+        stored = not all_ours and self._capture.engine.any_gradient()
         window = self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
             self._capture.note_stored(window.steps > 1 or window.reduction.weighs)
@@ -197,7 +198,7 @@ class CountedLoop(Loop):
         if window.tainted is None and not self._registry.closed:
             self.sync_param_groups()
             self._collect_present()
-        return window.full or (window.micro.ran and window.will_update)
+        return window.full or (window.ran and window.will_update)
 
     def show_final(self) -> None:
         """In a window's last micro-batch: put every final gradient into p.grad; RuntimeError if the weight is
@@ -207,12 +208,12 @@ class CountedLoop(Loop):
         window = self._window
         micro = self._window.micro
         window.check_untainted()
-        if window.reduction.weighs and micro.ran and micro.weight is None:
+        if window.reduction.weighs and window.ran and micro.weight is None:
             raise RuntimeError(
                 f"reduction={window.reduction.name!r} needs the weight of the window's last micro-batch "
                 "before unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
             )
-        self._accumulation.publish(ending=micro.ran)
+        self._accumulation.publish(ending=window.ran)
 
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any], *, until_all: bool = True) -> None:
         """Update from a partly filled window, or do nothing if it is empty. until_all: join other ranks'
@@ -225,13 +226,13 @@ class CountedLoop(Loop):
         # After the update, a parameter cast before it would look as if it was cast since.
         self._registry.refresh()
         if self._accumulation.shards:
-            self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
+            self._accumulation.shards.check_even(window.micro_step + window.ran)
         if window.withheld:
             self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.mark_user_gradients()
         self._collect_stored()
-        if window.micro.ran:
+        if window.ran:
             window.end_micro_batch()
         if self._accumulation.ranks.parallel is not None:
             self._flush_ranks(scaling, arguments, until_all=until_all)
@@ -280,7 +281,7 @@ class CountedLoop(Loop):
         window = self._window
         if window.tainted is not None:
             return
-        if window.micro.ran:
+        if window.ran:
             raise RuntimeError(
                 "zero_grad() after a backward that no step() has ended: its gradients are in the "
                 "window's sums and cannot be removed. Put a backward that must not count inside "
@@ -295,14 +296,15 @@ class CountedLoop(Loop):
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model synchronises only in the window's last micro-batch."""
+        window = self._window
         if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
-            synchronises = self._window.will_update or self._accumulation.shards.must_synchronise
+            synchronises = window.will_update or self._accumulation.shards.must_synchronise
             return fsdp.synchronising(model, synchronises)
-        if hasattr(model, "no_sync") and not self._window.reduction.scales_by_weight:
-            micro.deferred = not self._window.will_update and may_defer(model)
-            if micro.deferred:
+        if hasattr(model, "no_sync") and not window.reduction.scales_by_weight:
+            window.deferred = not window.will_update and may_defer(model)
+            if window.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
         return contextlib.nullcontext()
 
@@ -320,7 +322,7 @@ class ManualLoop(Loop):
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 return self._update.make_state()
-        if window.in_context and window.micro.ran:
+        if window.in_context and window.ran:
             self._accumulation.collect_autograd_gradients()
             window.end_micro_batch()
 
@@ -344,7 +346,7 @@ class ManualLoop(Loop):
         window = self._window
         for slot in self.sync_param_groups():
             if window.in_context and slot.param.grad is not None:
-                window.micro.ran = True
+                window.ran = True
                 if window.reduction.weighs:
                     self._accumulators.grads.note_autograd_gradient(slot)
 
@@ -400,7 +402,7 @@ class ManualLoop(Loop):
             self._capture.drop_failed_backwards()
             self._sync_and_note_gradients()
             window = self._window
-            if window.micro is micro and micro.ran and window.tainted is None:
+            if window.micro is micro and window.ran and window.tainted is None:
                 self._accumulation.collect_autograd_gradients()
                 window.end_micro_batch()
 
@@ -429,6 +431,7 @@ class LossScaleLink:
     def set_scaled(self, is_scaled: bool) -> None:
         """Set whether a loss of the current window is scaled."""
         self._is_scaled = is_scaled
+        self._loop.leave_to_python("a loss is scaled", is_scaled)
         self._update.expect_norm(is_scaled)
 
     def show_final(self) -> None:
@@ -438,11 +441,13 @@ class LossScaleLink:
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""
         self._scaling = scaling
+        self._loop.leave_to_python("a scaler steps", True)
         updates = self._window.num_updates
         try:
             return run()
         finally:
             self._scaling = None
+            self._loop.leave_to_python("a scaler steps", False)
             if self._window.num_updates > updates:
                 self.set_scaled(False)
 

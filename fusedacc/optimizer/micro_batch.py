@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -15,27 +16,21 @@ from ..accumulators.reduction import WEIGHING, Reduction
 class MicroBatch:
     """The current micro-batch. `accumulate()` yields it, and `weight` may be set later."""
 
-    #: Native code reads the named ones in each micro-batch, and writes `num_backwards` and `ran` (`Attribute`
-    #: in csrc/autograd/records.h).
-    __slots__ = ("__dict__", "__weakref__", "deferred", "in_schedule", "num_backwards", "ran")
-
-    def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:
+    def __init__(
+        self, reduction: Reduction, has_run: Callable[[], bool], weight: float | Tensor | None = None
+    ) -> None:
         self._reduction = reduction
+        #: Returns whether a backward pass has ended in the window's current micro-batch.
+        self._has_run = has_run
+        #: Whether this micro-batch has ended.
+        self.has_ended = False
         self._weight: float | Tensor | None = None
         #: The object that the weight was set to, to tell whether a tensor on a GPU is set again.
         self._given_weight: Any = None
-        #: Whether a backward pass has ended in this micro-batch.
-        self.ran = False
-        #: How many of its backward passes have ended, without those nested in others.
-        self.num_backwards = 0
-        #: Whether a pipeline schedule's `step()` is running. It counts as one backward pass.
-        self.in_schedule = False
         #: Whether it is inside `accumulate(model)`.
         self.in_model_context = False
         #: The divisor of gradients inside the `step()` of an attached pipeline schedule. None outside.
         self.schedule_divisor: int | None = None
-        #: Whether its gradients stay unsynchronised in `p.grad`, to be collected in a later micro-batch.
-        self.deferred = False
         if weight is not None:
             self.weight = weight
 
@@ -65,7 +60,7 @@ class MicroBatch:
         on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)
         # Tensors on a device are not compared, which would synchronise.
         is_new = weight is not self._given_weight if on_device else value != self._weight
-        if self.ran and is_new:
+        if is_new and (self.has_ended or self._has_run()):
             self._check_late_weight(value, on_device)
         self._weight = value
         self._given_weight = weight

@@ -62,8 +62,8 @@ class ParameterSet:
         self.slots: list[Slot] = []
         self.slots += self._new_slots(range(len(inner.param_groups)), lenient=lenient)
         self._register(self.slots)
-        #: Each group's parameters when the slots were last synchronised. Native code reads it.
-        self._seen = self._list_parameters()
+        #: Each group's parameters when the slots were last synchronised. The engine reads it.
+        self.seen = self._list_parameters()
 
     def replace_in(
         self,
@@ -84,13 +84,18 @@ class ParameterSet:
         if self.casts is not None:
             self.casts.drop()
 
+    @property
+    def must_choose_again(self) -> bool:
+        """Whether a backend has failed a self-test since backends were chosen, or a self-test is deferred."""
+        return bool(selftest.deferred) or selftest.num_failures != self._num_failures
+
     def choose_again(self, capture: Capture) -> None:
         """Run self-tests that a CUDA graph capture has deferred. If a backend failed, choose again."""
         if selftest.deferred:
             selftest.retry()
         if selftest.num_failures != self._num_failures:
             self._num_failures = selftest.num_failures
-            capture.hooks.choose_again()
+            capture.registry.choose_again()
             if self._replacements is not None:
                 self._replacements.select_again()
 
@@ -183,10 +188,11 @@ class ParameterSet:
         except Exception:
             groups.pop()
             raise
-        if len(self._seen) == last:  # else `sync_param_groups` compares all groups
-            self._seen.append(list(groups[last]["params"]))
+        if len(self.seen) == last:  # else `sync_param_groups` compares all groups
+            self.seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
         self._register(slots)
+        capture.engine.set_slots(self.slots)
         self._hook(slots, capture)
 
     def _hook(self, slots: Sequence[Slot], capture: Capture) -> None:
@@ -199,7 +205,7 @@ class ParameterSet:
     def in_step(self) -> bool:
         """Whether each group still has the same parameters, by identity."""
         groups = self._inner.param_groups
-        seen = self._seen
+        seen = self.seen
         if len(groups) != len(seen):
             return False
         for group, known in zip(groups, seen, strict=True):
@@ -215,7 +221,7 @@ class ParameterSet:
         restored as by `close()`, and their sums of this window are dropped. Nothing is done while a backward
         pass runs. If it raises, nothing is changed.
         """
-        if self.in_step or capture.take_over_tasks():
+        if self.in_step or capture.engine.tasks():
             return []
         groups = range(len(self._inner.param_groups))
         places: dict[int, tuple[int, str]] = {}
@@ -238,6 +244,7 @@ class ParameterSet:
         if self._replacements is not None:
             self._replacements.drop(removed)
             self._replacements.name(self.slots)
-        self._seen = self._list_parameters()
+        self.seen = self._list_parameters()
+        capture.engine.set_slots(self.slots)
         self._hook(added, capture)
         return added

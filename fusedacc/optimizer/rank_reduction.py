@@ -15,12 +15,16 @@ class RankReduction:
     def __init__(self, window: Window, accumulators: Accumulators) -> None:
         self.window = window
         self._accumulators = accumulators
-        #: The ranks that accumulators are reduced over; None: the wrapper does not reduce.
-        self.parallel: DataParallel | None = None
+        self._parallel: DataParallel | None = None
         #: Whether this rank is inside `flush()` and waits for all ranks to flush.
         self.flushing = False
         #: Whether all ranks were flushing at the last reduction.
         self.all_flush = False
+
+    @property
+    def parallel(self) -> DataParallel | None:
+        """The ranks that accumulators are reduced over; None: the wrapper does not reduce."""
+        return self._parallel
 
     @property
     def reduces_each(self) -> bool:
@@ -33,7 +37,7 @@ class RankReduction:
         """Let a window's last backward pass overlap with the all-reduce if hooks capture its gradients."""
         window = self.window
         micro = self.window.micro
-        if not (window.counted and micro.num_backwards):
+        if not (window.counted and window.num_backwards):
             parallel.deliveries.begin_micro_batch()
         if window.tainted is not None or not captures:
             return
@@ -43,7 +47,7 @@ class RankReduction:
         elif (
             window.will_update
             and window.totals is None
-            and micro.num_backwards + 1 >= window.usual_backwards
+            and window.num_backwards + 1 >= window.usual_backwards
             and not (window.reduction.weighs and micro.weight is None)
         ):
             parallel.overlap(self._own_numbers(ending=True), 1)
@@ -63,7 +67,7 @@ class RankReduction:
         undoes the reduction. If one is missing, or the weight is, `finish_sums` reduces.
         """
         window = self.window
-        if window.micro.num_backwards < window.usual_backwards or (
+        if window.num_backwards < window.usual_backwards or (
             window.reduction.weighs and window.micro.weight is None
         ):
             return False
@@ -90,7 +94,8 @@ class RankReduction:
 
     def join(self, parallel: DataParallel | None) -> None:
         """Between windows: reduce over these ranks from now on; None: stop reducing."""
-        self.parallel = parallel
+        self._parallel = parallel
+        self._accumulators.engine.set_condition("accumulators are reduced over ranks", parallel is not None)
         self.window.ranks = 1 if parallel is None else parallel.world_size
 
     def reduce_held_back(self) -> None:

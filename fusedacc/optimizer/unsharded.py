@@ -23,12 +23,10 @@ from torch import Tensor, nn
 
 from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
-from ..autograd.graph_task import GraphTask
-from ..autograd.middle import Middle
 from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_private import missing, runs_as_written
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Middle
 from .parameters import ParameterSet
 from .window import Window
 
@@ -190,7 +188,7 @@ class _Deferred(Accumulation):
 
     owner: Callable[[], UnshardedSums | None]
 
-    def _begin_not_ignored(self, schedule: bool) -> GraphTask:
+    def _begin_not_ignored(self, schedule: bool) -> Any:
         task = super()._begin_not_ignored(schedule)
         owner = self.owner()
         task.captures = task.captures and owner is not None and owner.begin_backward()
@@ -200,7 +198,7 @@ class _Deferred(Accumulation):
         """Return None, because every backward pass has to ask FSDP2 whether it synchronises."""
         return None
 
-    def forget_backward(self, task: GraphTask, failed: bool) -> None:
+    def forget_backward(self, task: Any, failed: bool) -> None:
         """Do nothing. An exception taints the wrapper's window, and not this one."""
 
 

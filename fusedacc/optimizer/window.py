@@ -70,12 +70,11 @@ class Window(WindowCounts):
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
     """
 
-    #: Native code reads it in each micro-batch (`Attribute` in csrc/autograd/records.h).
-    __slots__ = ("sum_scale",)
-
     def __init__(self, schedule: Schedule, reduction: str | None) -> None:
         #: The number of ranks that the wrapper reduces over; 1 without attached ranks.
         self.ranks = 1
+        #: Whether autograd stores all gradients in p.grad, because there is no native engine.
+        self.autograd_stores = False
         #: The parameters whose gradients FSDP2 averages over the ranks; falsy if there are none.
         self.shards: Shards | None = None
         super().__init__(schedule, reduction)
@@ -83,7 +82,6 @@ class Window(WindowCounts):
     def reset(self) -> None:
         """Open an empty window."""
         super().reset()
-        self.sum_scale: float | Tensor = 1.0
         self.weight_total: float | Tensor = 0.0
         #: The weights in `weight_total`, except those loaded from a checkpoint.
         self.weights: list[float | Tensor] = []

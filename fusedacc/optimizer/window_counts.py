@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..accumulators.reduction import reduction_of
+from ..engine import WindowState
 from .micro_batch import MicroBatch
+
+
+def _has_run(window: weakref.ref[WindowCounts]) -> bool:
+    counts = window()
+    return counts is not None and counts.ran
+
 
 Schedule = int | Callable[[int], int] | None
 
@@ -28,58 +37,54 @@ def check_schedule(schedule: Any) -> Schedule:
     return schedule
 
 
-class WindowCounts:
+class WindowCounts(WindowState):
     """Counts the micro-batches of a window, and updates.
+
+    The engine's class has the fields that decide how a backward pass is handled:
+
+    - micro_step: the micro-batches that have ended.
+    - usual_backwards: how many backward passes the last one had; 0 before the first.
+    - has_updated: whether the last `step()` or `flush()` has updated.
+    - ignoring: whether backward passes do not count (`ignore()`).
+    - in_context: whether `accumulate()` is entered.
+    - unsynchronised: whether p.grad holds gradients that are not synchronised over the ranks yet.
+    - withheld: whether FSDP2 holds such gradients.
+    - tainted: why the accumulators are only partly updated; None if they are whole.
+    - sum_scale: see Note [The window's scales] in window.py.
+
+    And of the current micro-batch:
+
+    - ran: whether a backward pass has ended.
+    - num_backwards: how many have, without those nested in others.
+    - deferred: whether its gradients stay unsynchronised in p.grad, to be collected in a later micro-batch.
+    - in_schedule: whether a pipeline schedule's `step()` is running, which counts as one backward pass.
 
     Args:
         schedule: the wrapper's argument `gradient_accumulation_steps`.
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
     """
 
-    #: Native code reads the named ones in each micro-batch, and writes `has_updated`, `micro_step` and
-    #: `usual_backwards` (`Attribute` in csrc/autograd/records.h).
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "has_updated",
-        "ignoring",
-        "in_context",
-        "micro",
-        "micro_step",
-        "tainted",
-        "unsynchronised",
-        "usual_backwards",
-        "withheld",
-    )
-
-    micro: MicroBatch
+    tainted: str | None
+    sum_scale: float | Tensor
     in_context: bool
+    deferred: bool
+    in_schedule: bool
 
     def __init__(self, schedule: Schedule, reduction: str | None) -> None:
+        super().__init__()
         self.schedule = check_schedule(schedule)
         self.counted = schedule is not None
         if reduction is None:
             reduction = "sum" if schedule is None else "mean"
         self.reduction = reduction_of(reduction)
-        #: Whether backward passes do not count (`ignore()`).
-        self.ignoring = False
         self.num_updates = 0
         self.num_skipped = 0
-        self.has_updated = False
-        #: How many backward passes the last micro-batch had; 0 before the first micro-batch.
-        self.usual_backwards = 0
         self.reset()
 
     def reset(self) -> None:
         """Open an empty window."""
-        self.micro_step = 0
-        self.tainted: str | None = None
-        #: Whether p.grad holds gradients that are not synchronised over the ranks yet.
-        self.unsynchronised = False
-        #: Whether FSDP2 holds gradients that are not synchronised over the ranks yet.
-        self.withheld = False
-        self.micro = MicroBatch(self.reduction)
-        self.in_context = False
+        self.begin_window()
+        self.micro = self._new_micro_batch()
         #: Whether gradients of `backward(create_graph=True)` were added without their graph.
         self.dropped_graph = False
         #: What the schedule has returned for this window; None before it was called.
@@ -89,10 +94,15 @@ class WindowCounts:
         """Replace this window by an empty one, and stay inside `accumulate()` if entered."""
         in_context = self.in_context
         micro = self.micro
+        has_run = self.ran
+        deferred = self.deferred
+        in_schedule = self.in_schedule
         self.reset()
         self.in_context = in_context
-        if in_context and not micro.ran:
+        if in_context and not has_run:
             self.micro = micro
+            self.deferred = deferred
+            self.in_schedule = in_schedule
 
     def clear(self) -> None:
         """Discard the window's micro-batches, if any, and its taint."""
@@ -121,9 +131,12 @@ class WindowCounts:
         check_schedule(steps)
         return int(steps)
 
+    def _new_micro_batch(self, weight: float | Tensor | None = None) -> MicroBatch:
+        return MicroBatch(self.reduction, partial(_has_run, weakref.ref(self)), weight)
+
     @property
     def empty(self) -> bool:
-        return self.micro_step == 0 and not self.micro.ran
+        return self.micro_step == 0 and not self.ran
 
     @property
     def full(self) -> bool:
@@ -140,8 +153,9 @@ class WindowCounts:
         """Enter `accumulate()`, and return its micro-batch. Raises RuntimeError if contexts are nested."""
         if self.in_context:
             raise RuntimeError("accumulate() is already entered; contexts do not nest: one per micro-batch")
-        if not self.micro.ran:  # forget a weight whose micro-batch had no backward pass
-            self.micro = MicroBatch(self.reduction, weight)
+        if not self.ran:  # forget a weight whose micro-batch had no backward pass
+            self.begin_micro_batch()
+            self.micro = self._new_micro_batch(weight)
         elif weight is not None:
             self.micro.weight = weight
         self.in_context = True
@@ -149,14 +163,14 @@ class WindowCounts:
 
     def end_micro_batch(self) -> None:
         """Count the current micro-batch and begin the next."""
-        self.micro_step += 1
-        self.usual_backwards = self.micro.num_backwards
-        self.micro = MicroBatch(self.reduction)
+        self.micro.has_ended = True
+        self.count_micro_batch()
+        self.micro = self._new_micro_batch()
 
     def close_micro_batch(self) -> bool:
         """End the current micro-batch if a backward pass has run, and return whether the window is full."""
-        if self.micro.ran:
-            self.unsynchronised = self.micro.deferred
+        if self.ran:
+            self.unsynchronised = self.deferred
             self.end_micro_batch()
         return self.full
 
@@ -181,10 +195,6 @@ class WindowCounts:
             self.tainted = reason
             raise
 
-    def note_interruption(self) -> None:
-        """Taint the window: an exception has ended a backward pass that had added to the accumulators."""
-        self.tainted = "an exception has interrupted a backward"
-
     def check_untainted(self) -> None:
         """Raise RuntimeError if an exception has left partly updated accumulators."""
         if self.tainted is not None:
@@ -200,7 +210,7 @@ class WindowCounts:
                 "FSDP2 keeps unsynchronised gradients of this window. It reduces them in the next backward "
                 f"after set_requires_gradient_sync(True) was called on the model: {consequence}"
             )
-        if self.unsynchronised or self.micro.deferred:
+        if self.unsynchronised or self.deferred:
             raise RuntimeError(
                 "gradients of this window wait in p.grad for the synchronisation of its last micro-batch "
                 f"(accumulate(model=...)): {consequence}"

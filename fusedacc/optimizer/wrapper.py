@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from ..autograd.capture import Capture
 from ..distributed import DataParallel, RankPlace, check, parallel_in, pipelines
 from ..kernels import registry, selftest, torch_state
 from ..kernels.rounding import STOCHASTIC, checked_seed
+from ..kernels.torch_private import JoinConfig, disable_dynamo
 from ..nn import name_slots
 from . import checkpoint
 from .accumulation import Accumulation
@@ -102,7 +102,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     __module__ = "fusedacc.optimizer"  # the module that pickles name
     #: torch's GradScaler passes its scale and `found_inf` to `step`, which applies both.
     _step_supports_amp_scaling = True
-    _join_config: Any = _JoinConfig.construct_disabled_join_config()
+    _join_config: Any = JoinConfig.construct_disabled_join_config()
 
     def __init__(
         self,
@@ -190,6 +190,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         # Backward passes: the window's rules, and the hooks that ask for them.
         self._accumulation = Accumulation(self._slots, window, self._accumulators)
         self._capture = Capture(self._slots, self._accumulators, self._accumulation)
+        self._engine = self._capture.engine
+        self._engine.set_slots(self._slots)
+
+        self._accumulation.updates_plainly = self._masters is None and seed is None
 
         # Updates, and the loop that begins them.
         self._inner_update = Update(
@@ -213,21 +217,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         )
         self._loss_scale = LossScaleLink(self._loop)
 
-        self._run_middle_natively()
         #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
         saved = {"optimizer", "_accumulate_dtype", *of_subclass}
         self._rebuilt = {"_rebuilt", "step", *self.__dict__} - saved
 
-    def _run_middle_natively(self) -> None:
-        """Let native code handle micro-batches in the middle of a window while its assumptions hold."""
-        assumptions = self._accumulation.assumptions()
-        assumptions.is_false.extend((self._loss_scale, name) for name in ("_scaling", "_is_scaled"))
-        self._capture.run_middle_natively(self.optimizer, self._parameter_set, assumptions)
-        self._middle = self._capture.hooks.middle
-
     def _accumulate_in_modules(self, model: torch.nn.Module, backend: str, keep_casts: bool) -> None:
         """Replace the forwards of the model's modules, so that they add the gradients of their weights."""
         self._parameter_set.replace_in(model, self._capture, keep_casts)
+        self._accumulation.updates_plainly = self._accumulation.updates_plainly and not keep_casts
         # FSDP2 has other parameters in a backward pass than the optimizer.
         window = weakref.ref(self._window)
         self._accumulation.shards.make_sums = partial(UnshardedSums, model, window, backend)
@@ -270,12 +267,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if is_dynamo_compiling():
             return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
-        # Native code does all of a `step()` that only counts (`MiddleOfWindow::step`).
-        if plain and self._middle.step():
+        # The engine runs a `step()` that only counts.
+        if plain and self._engine.step(self.__dict__["optimizer"].param_groups, self._parameter_set.seen):
             return None
         if torch_state.frame_compiler() is not None:
             return self._step_uncompiled(closure, arguments)
-        # An update that needs only the inner optimizer.
         if plain and self._loop.end_plainly():
             return None
         return self._step(closure, arguments)
@@ -288,7 +284,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         with torch_state.outside_inference_mode():
             return self._loop.step(closure, scaling, arguments)
 
-    _step_uncompiled = _disable_dynamo(_step)
+    _step_uncompiled = disable_dynamo(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients (manual loop), or those of the last update (counted loop).
@@ -306,9 +302,15 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not (self._middle.zero_grad() or (set_to_none and self._middle.clear())):
+        elif not (self._engine.zero_grad() or (set_to_none and self._clear_used())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
+
+    def _clear_used(self) -> bool:
+        """Clear the gradients that an update has used, if nothing else is to be done."""
+        if not self._loop.clears_like_torch():
+            return False
+        return self._engine.clear_used(self.__dict__["optimizer"].param_groups, self._parameter_set.seen)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._closed:
@@ -317,7 +319,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._accumulators.grads.bring_back()
         return self._loop.zero_grad(set_to_none)
 
-    _zero_grad_uncompiled = _disable_dynamo(_zero_grad)
+    _zero_grad_uncompiled = disable_dynamo(_zero_grad)
 
     @contextlib.contextmanager
     def accumulate(
@@ -366,7 +368,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         self._sync_param_groups(refresh=True)
         self._capture.drop_failed_backwards()
-        self._capture.hooks.stop_adding()
+        self._capture.pause()
         try:
             with self._accumulation.ignored():
                 yield
@@ -376,7 +378,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             if self._capture.bypassed or torch_state.traces_backward() or torch_state.process_group_up():
                 self._accumulators.grads.clear_ignored()
 
-    @_disable_dynamo
+    @disable_dynamo
     def flush(self, **arguments: Any) -> None:
         """Update from a partly filled window, or do nothing if it is empty.
 
@@ -402,7 +404,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._accumulation.ranks.reduce_held_back()
             self.step(**arguments)
 
-    @_disable_dynamo
+    @disable_dynamo
     def discard(self) -> None:
         """Discard the window: its accumulators, its counters and `p.grad`, and what an inner
         `zero_grad` that overrides torch's clears.
@@ -455,7 +457,6 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._accumulation.close()
         with torch_state.outside_inference_mode():
             self._capture.close()
-        self._middle = self._capture.hooks.middle
         if self._parallel is not None:
             self._parallel.close()
             self._accumulation.ranks.join(None)
@@ -763,7 +764,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     # Checkpoints, copies and pickles
 
-    @_disable_dynamo
+    @disable_dynamo
     def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
         """Return the inner optimizer's state, and the window's accumulators and counters.
 
@@ -794,7 +795,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             include_partial=include_partial,
         )
 
-    @_disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`, of a wrapper or of the inner optimizer alone.
 

@@ -433,12 +433,12 @@ class TrafficMeter(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
-        launch_events.watching.append(self)
+        launch_events.watch(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        launch_events.watching.remove(self)
+        launch_events.unwatch(self)
         self._threads.end()
         self._steps.clear()
         for handle in self._handles:

@@ -150,7 +150,7 @@ def test_a_cast_of_the_model_applies_the_deferred_scale():
     optimizer._capture.registry.refresh()
     for slot, value in zip(optimizer._accumulators.slots, first, strict=True):
         assert torch.equal(optimizer._accumulators.grads.current(slot), (value * 0.5).double())
-    assert not optimizer._accumulators.deferred.scales
+    assert not optimizer._accumulators.deferred.select_deferred()
 
 
 def test_each_deferred_factor_is_one_launch():
@@ -249,4 +249,4 @@ def test_a_failure_after_the_first_gradient_taints_the_window():
     with pytest.raises(RuntimeError, match="discard"):
         optimizer.step()
     optimizer.discard()
-    assert not optimizer._accumulators.deferred.scales
+    assert not optimizer._accumulators.deferred.select_deferred()

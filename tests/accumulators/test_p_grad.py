@@ -24,7 +24,7 @@ def test_a_gradient_assigned_after_an_update_counts_with_the_next_backward():
 @pytest.mark.parametrize("native_hooks", ["0", ""])
 def test_gradients_are_added_to_the_new_memory_of_p_grad(native_hooks, monkeypatch):
     """`p.grad.data = other` gives the same tensor another address."""
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native_hooks)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native_hooks)
     weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
     _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0))
     for _ in range(3):

@@ -104,7 +104,7 @@ CASES += [a_post_accumulate_hook_on_each_parameter, discarded_windows]
 @pytest.mark.parametrize("native", ["", "0"], ids=["native", "python"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_plain_pytorchs(case, native, way, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
     assert peak_of(case(way)) <= peak_of(case("plain")) + ALLOWED
 
 

@@ -120,7 +120,7 @@ def assert_close(found, wanted):
 @pytest.mark.parametrize("at", [STEPS, STEPS + 1, 2 * STEPS - 1])
 @pytest.mark.parametrize("change", CHANGES)
 def test_counted_loop(change, at, reduction, with_model, clears, native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
 
     def make(model):
         return wrap(model, STEPS, reduction=reduction, model=model if with_model else None)
@@ -142,7 +142,7 @@ def test_counted_loop(change, at, reduction, with_model, clears, native, monkeyp
 @pytest.mark.parametrize("at", [STEPS, STEPS + 1, 2 * STEPS - 1])
 @pytest.mark.parametrize("change", CHANGES)
 def test_manual_loop(change, at, reduction, with_model, native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
 
     def make(model):
         return wrap(model, None, reduction=reduction, model=model if with_model else None, lr=0.1)
@@ -268,7 +268,7 @@ def test_a_backward_pass_after_a_cast_cannot_add_to_what_ignore_has_left(steps, 
 @pytest.mark.parametrize("native", ["", "0"], ids=["native", "python"])
 def test_post_accumulate_hooks_see_each_gradient_once(steps, native, monkeypatch):
     """The gradient counts once, and p.grad is None in mid-window, also where hooks look at it."""
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
     model, twin = net(), net()
     optimizer = wrap(model, steps, lr=0.0)
     seen = []

@@ -78,7 +78,7 @@ OPTIONS = {
 def test_training_equals_stock_after_a_resize_between_windows(monkeypatch, kind, way, tied, first, rows):
     dtype, options = WAYS[way]
     if way.startswith("python"):
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     stock, ours = Tied(dtype, tied), Tied(dtype, tied)
     optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, kind, **options)
     for number in range(first + 2 * len(rows)):

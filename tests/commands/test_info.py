@@ -43,12 +43,12 @@ def joined(text):
     return " ".join(text.split())
 
 
-def test_info_names_versions_hooks_and_backends(capsys):
+def test_info_names_versions_engine_and_backends(capsys):
     assert __main__.main(["info"]) == 0
     text = capsys.readouterr().out
     assert f"torch {torch.__version__}" in text
     assert "native library: " in text
-    assert "hooks: " in text
+    assert "engine: " in text
     assert "self-test: off (FUSEDACC_SELFTEST=0)" in text
     for name in registry.NAMES:
         reason = registry.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
@@ -105,22 +105,22 @@ def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, raised, sa
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
-def test_info_names_the_hooks_and_the_reason(monkeypatch, capsys, one_pair):
+def test_info_names_the_engine_and_the_reason(monkeypatch, capsys, one_pair):
     assert __main__.main(["info"]) == 0
-    assert f"hooks: native (built for torch {torch.__version__}, Python " in capsys.readouterr().out
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    assert f"engine: native (built for torch {torch.__version__}, Python " in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     assert __main__.main(["info"]) == 0
-    assert "hooks: in Python (FUSEDACC_NATIVE_HOOKS=0)" in capsys.readouterr().out
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "yes")
+    assert "engine: none (FUSEDACC_ENGINE=0)" in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDACC_ENGINE", "yes")
     assert __main__.main(["info"]) == 1
-    assert "hooks: none (FUSEDACC_NATIVE_HOOKS='yes': allowed are '0' " in capsys.readouterr().out
+    assert "engine: none (FUSEDACC_ENGINE='yes': allowed are '0' " in capsys.readouterr().out
 
 
 def test_without_the_native_library_info_names_the_fallbacks(tmp_path):
     done = run_copy(tmp_path, "info")
     assert done.returncode == 0, done.stderr
     assert "native library: not loaded: " in done.stdout
-    assert "hooks: in Python (" in done.stdout
+    assert "engine: none (" in done.stdout
     assert 'backend="auto": eager on cpu' in done.stdout
     assert "Warning" not in done.stderr
     assert "cpu     unavailable: the native library is not loaded" in done.stdout

@@ -64,7 +64,7 @@ def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, numbers: 
 @pytest.mark.parametrize("with_model", [True, False], ids=["model", "plain"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_convolutions_equal_the_usual_loop(layout, with_model, native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "" if native else "0")
+    monkeypatch.setenv("FUSEDACC_ENGINE", "" if native else "0")
     model = network().cuda().to(memory_format=layout)
     train(model, wrapped(model, with_model, max_grad_norm=0.1), range(STEPS * UPDATES))
     assert_close(model, usual_loop(STEPS * UPDATES, clip=0.1, layout=layout))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import threading
 import time
 from collections import Counter
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedacc
-from fusedacc.autograd import python_hooks
+from fusedacc import engine
 from fusedacc.kernels import matmul_eager, selftest
 
 pytestmark = pytest.mark.cuda
@@ -96,7 +97,7 @@ def test_no_python_runs_in_the_middle_of_a_window(layers, dtype, with_model):
             assert num_forward <= (layers if with_model else 0)
             assert num_backward == 0
             assert num_ends <= 2
-        elif step % STEPS == STEPS - 1:
+        elif step == 0:
             assert num_backward > 0  # so the count counts
 
 
@@ -184,7 +185,7 @@ def test_a_gradient_that_a_user_changes_later():
 
 def test_gradients_that_wait_are_added_when_they_are_many(monkeypatch):
     """In the middle of a window at most the limit of a bucket waits."""
-    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 3 * 64 * 64 * 4)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 3 * 64 * 64 * 4)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]).cuda()
     optimizer = wrap(model)
     peaks = []
@@ -262,6 +263,40 @@ class UsedOnTwoStreams(nn.Module):
 
 def test_an_addition_waits_for_a_product_on_another_stream():
     model = UsedOnTwoStreams().cuda()
+    optimizer = wrap(model, model=model)
+    assert_window_equals_pytorchs(
+        model, optimizer, lambda net, seed: net(batch(seed, 5, 8)).square().mean(), rtol=1e-4, atol=1e-5
+    )
+
+
+class UsedOnStreamsInTurns(nn.Module):
+    """A Linear that is called on the current stream, on another, and on the current one again."""
+
+    def __init__(self, side: torch.cuda.Stream) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
+        output = self.linear(x)
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            x.record_stream(self.side)
+            other = self.linear(2 * x)
+        output = output * self.linear(3 * x)
+        here.wait_stream(self.side)
+        other.record_stream(here)
+        return output + other
+
+    def __deepcopy__(self, memo) -> nn.Module:
+        made = UsedOnStreamsInTurns(self.side).cuda()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_each_product_waits_for_the_last_one():
+    model = UsedOnStreamsInTurns(torch.cuda.Stream()).cuda()
     optimizer = wrap(model, model=model)
     assert_window_equals_pytorchs(
         model, optimizer, lambda net, seed: net(batch(seed, 5, 8)).square().mean(), rtol=1e-4, atol=1e-5
@@ -355,7 +390,7 @@ class FailingLaunch(TorchDispatchMode):
 def wait_for_failure(optimizer: fusedacc.AccumulatingOptimizer) -> None:
     """Wait until the engine's thread of the GPU has freed the failed graph task, a moment after the error."""
     deadline = time.monotonic() + 10.0
-    while not all(task.has_failed for task in optimizer._capture.take_over_tasks().values()):
+    while not all(map(optimizer._engine.has_failed, optimizer._engine.tasks())):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -369,7 +404,7 @@ def test_a_failed_launch_taints_the_window(native):
         optimizer.step()
         optimizer.zero_grad()
     if not native:
-        optimizer._capture.hooks.middle.disarm()
+        optimizer._engine.stop()
     with pytest.raises(torch.OutOfMemoryError, match="no memory"), FailingLaunch():
         model(batch(2, 5, 16)).square().mean().backward()
     wait_for_failure(optimizer)
@@ -429,3 +464,139 @@ def test_native_code_leaves_a_backend_that_has_failed_its_self_test(monkeypatch)
             optimizer.zero_grad()
     finally:
         selftest.forget()
+
+
+class TwoDtypes(nn.Module):
+    """Layers of two dtypes, so that their gradients and sums have two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x.bfloat16()).float())
+
+
+def test_gradients_of_two_dtypes():
+    model = TwoDtypes().cuda()
+    assert_window_equals_pytorchs(
+        model, wrap(model), lambda net, seed: net(batch(seed, 5, 8)).square().mean(), rtol=3e-2, atol=2e-3
+    )
+
+
+def test_sums_that_begin_in_different_micro_batches():
+    """Their scales are applied in different additions."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+
+    def loss_of(net: nn.Sequential, seed: int) -> Tensor:
+        number = 1 + min(seed % STEPS, 1)
+        return net[:number](batch(seed, 5, 8)).square().mean()
+
+    assert_window_equals_pytorchs(model, wrap(model), loss_of, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+def test_a_parameter_that_was_added_on_another_stream(reduction):
+    """Its gradients arrive on that stream. Their scale may be on the GPU."""
+    first, second = nn.Linear(8, 8).cuda(), nn.Linear(8, 8).cuda()
+    model = nn.ModuleList([first, second])
+    inner = torch.optim.SGD(first.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, reduction=reduction)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        optimizer.add_param_group({"params": list(second.parameters())})
+
+    def loss_of(net: nn.ModuleList, seed: int) -> Tensor:
+        here = torch.cuda.current_stream()
+        x = batch(seed, 5, 8)
+        loss = net[0](x).square().mean()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            other = net[1](x).square().mean()
+        here.wait_stream(side)
+        other.record_stream(here)
+        return loss + other
+
+    twin = copy.deepcopy(model)
+    for seed in range(STEPS):
+        weight = torch.full((), 2.0, device="cuda") if reduction == "weighted" else None
+        with optimizer.accumulate(weight=weight):
+            loss_of(model, seed).backward()
+        (loss_of(twin, seed) / STEPS).backward()
+        if seed < STEPS - 1:
+            optimizer.step(), optimizer.zero_grad()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+class CountedLaunches(TorchDispatchMode):
+    """Counts the calls of the operator that adds gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.fusedacc.scale_accumulate_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_full_buckets_are_added_in_one_launch_each(monkeypatch):
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 3 * 64 * 64 * 4)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]).cuda()
+    optimizer = wrap(model)
+    for step in range(STEPS):
+        loss = model(batch(step, 4, 64)).square().mean()
+        with CountedLaunches() as launches:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            assert launches.count == 4
+
+
+@pytest.mark.parametrize("uses_module", [True, False], ids=["a product", "a gradient"])
+def test_backward_passes_of_two_threads_add_to_one_sum_in_turns(uses_module):
+    """The engine's thread of the GPU runs nodes of both, those that were recorded last first.
+
+    A window's second addition multiplies the sum by the scale of the first, so a product must not overtake
+    it. Later additions have the same factors, and must not share a launch.
+    """
+    torch.manual_seed(0)
+    linear, other = nn.Linear(8, 8, bias=False).cuda(), nn.Parameter(torch.ones(8).cuda())
+    weight = linear.weight
+    inner = torch.optim.SGD([weight, other], lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, model=linear if uses_module else None)
+    twin = weight.detach().clone().requires_grad_()
+    xs = [batch(seed, 5, 8) for seed in range(3)]
+    for _ in range(1 if uses_module else 2):
+        (xs[0] @ weight).sum().backward()
+        (xs[0] @ twin).sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+    begun, queued = threading.Event(), threading.Event()
+
+    def wait(gradient: Tensor) -> None:
+        begun.set()
+        assert queued.wait(60)
+
+    last = (other * 1.0).sum()  # keeps the first backward pass from ending
+    late = linear(xs[2]) if uses_module else (xs[2] @ weight.square()) * 0.5
+    first = (xs[1] @ weight).sum() + last
+    first.register_hook(wait)
+    second = (other * 1.0).sum() + late.sum()
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=loss.backward) for loss in (first, second)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    time.sleep(0.3)
+    queued.set()
+    for thread in threads:
+        thread.join(60)
+    torch.cuda.synchronize()
+    optimizer.step(), optimizer.zero_grad()
+    of_late = nn.functional.linear(xs[2], twin) if uses_module else (xs[2] @ twin.square()) * 0.5
+    ((xs[1] @ twin).sum() + of_late.sum()).backward()
+    (slot, _) = optimizer._slots
+    torch.testing.assert_close(slot.accumulator * slot.beta, twin.grad / STEPS, rtol=1e-4, atol=1e-4)

@@ -44,7 +44,7 @@ def sizes() -> list[int]:
     model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
     optimizer = wrap(model, 2, data_parallel=dist.group.WORLD)
     return [
-        sum(slot.nbytes for slot in slots)
+        sum(slot.param.nbytes for slot in slots)
         for slots in optimizer._accumulation.ranks.parallel.reducer.buckets()
     ]
 

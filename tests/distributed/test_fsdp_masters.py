@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fusedacc
-from fusedacc.autograd import eligibility
+from fusedacc.autograd.reasons import REASONS, SHARDED
 
 
 @on_each_rank(2)
@@ -62,7 +62,7 @@ def test_mixed_precision() -> None:
             inner.step(), inner.zero_grad()
     assert far(model, stock) < 2e-2  # losses are divided before they are rounded to 16 bits
     text = optimizer.explain()
-    assert eligibility.SHARDED.why in text
+    assert REASONS[SHARDED] in text
     assert text.count("fsdp2") >= 6, text
     assert "set_requires_gradient_sync(False)" in text, text
     assert f"{4 * sum(p.numel() for p in model.parameters()):,} bytes" in text, text

@@ -243,7 +243,7 @@ class TestOnOneRank:
 
     def test_without_native_code_any_process_group_is_a_reducer(self, monkeypatch):
         monkeypatch.setattr(native_module, "has_post_hook", lambda leaf: True)
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
         self.test_gradients_are_those_of_one_process("ScheduleGPipe", 2, LOW, False, True, False, False)
 
     @pytest.mark.parametrize("steps", [1, 2])

@@ -106,10 +106,13 @@ def in_place(
     stock, _ = parallel(plan, mesh, dtype, bias)
     optimizer = wrap(model, K if counted else None, model=model, lr=1e-2, **options)
     received, receive = set(), optimizer._capture.receive
-    optimizer._capture.receive = lambda slot, gradient, sole: (
-        received.add(slot.name) if gradient is not None else None,
-        receive(slot, gradient, sole),
-    )[1]
+
+    def noting(slot, gradient, *more):
+        if gradient is not None:
+            received.add(slot.name)
+        return receive(slot, gradient, *more)
+
+    optimizer._capture.receive = noting
     clip = options.get("max_grad_norm")
     for update in range(UPDATES):
         indices = range(update * K, update * K + K)

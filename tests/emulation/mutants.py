@@ -10,43 +10,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch.utils.cpp_extension import include_paths
+from mutant import Mutant
+from mutant_copies import ROOT, project
 
-from .build import ROOT
-
-#: Folders that are copied. All other files are symbolic links.
-COPIED = ("csrc", "fusedacc", "tests")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
 PROGRAMS = "tests/emulation/tests/test_programs.py"
+NATIVE = "tests/cuda/test_native_cuda.py"
 QUEUE = "csrc/autograd/launch_queue.cpp"
-#: The folder of the native module's sources.
-MODULE = "csrc/autograd"
+ENGINE = "csrc/autograd/engine.cpp"
+CAPTURE = "fusedacc/autograd/capture.py"
 PASSED, FAILED = 0, 1
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One bug: `new` replaces the text `old`, which must occur exactly once in the file `where`.
-
-    tests: arguments for pytest. ptx: run the kernels as nvcc's PTX.
-    """
-
-    name: str
-    where: str
-    old: str
-    new: str
-    tests: str
-    ptx: bool = False
 
 
 MUTANTS = (
@@ -115,109 +93,185 @@ MUTANTS = (
         "tests/cuda/test_triton_cuda.py -k deleted_plan",
     ),
     Mutant(
-        "the caller's stream does not wait for what modules have added on other streams",
-        "fusedacc/autograd/graph_task.py",
-        "        if current.cuda_stream != raw:\n            current.wait_stream(stream_at(raw, device))\n"
-        "        for slot in slots:",
-        "        for slot in slots:",
-        PROGRAMS,
+        "the caller's stream does not wait for what was added on other streams",
+        QUEUE,
+        "  for (const c10::Stream& stream : streams_) wait_for(*current_stream(stream.device()), stream);\n",
+        "",
+        NATIVE,
+    ),
+    Mutant(
+        "a stream on which sums were written is forgotten",
+        QUEUE,
+        "streams_.push_back(stream);",
+        "(void)0;",
+        NATIVE,
+    ),
+    Mutant(
+        "an addition does not wait for an earlier one on another stream",
+        QUEUE,
+        "    wait_for(stream, *slot->writer);\n",
+        "    (void)0;\n",
+        NATIVE,
+    ),
+    Mutant(
+        "an addition is not recorded as the last one to its sum",
+        QUEUE,
+        "  slot->writer = stream;\n",
+        "  if (!slot->writer.has_value()) slot->writer = stream;\n",
+        f"{NATIVE} {PROGRAMS}",
+    ),
+    Mutant(
+        "a launch does not wait for earlier additions to its sums",
+        QUEUE,
+        "    for (const auto& slot : batch.slots) order(slot, *batch.stream);\n",
+        "    (void)0;\n",
+        NATIVE,
+    ),
+    Mutant(
+        "gradients are added on the caller's stream",
+        QUEUE,
+        "  const c10::OptionalStreamGuard on_stream(batch.stream);\n",
+        "",
+        NATIVE,
     ),
     Mutant(
         "a module does not wait for an earlier addition on another stream",
-        "fusedacc/autograd/graph_task.py",
-        "        torch.cuda.current_stream(device).wait_stream(stream_at(slot.writer_stream, device))\n",
-        "        pass\n",
-        PROGRAMS,
-    ),
-    Mutant(
-        "the caller does not wait for a bucket that was added on its own stream",
-        "fusedacc/autograd/graph_task.py",
-        "        yield\n    current.wait_stream(stream)\n",
-        "        yield\n",
-        PROGRAMS,
-    ),
-    Mutant(
-        "a bucket is added on the caller's stream",
-        "fusedacc/autograd/graph_task.py",
-        "    if current.cuda_stream == raw:\n        yield\n        return\n",
-        "    if True:\n        yield\n        return\n",
-        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
-    ),
-    Mutant(
-        "the default stream's handle makes a new stream",
-        "fusedacc/autograd/graph_task.py",
-        "    return torch.cuda.get_stream_from_external(raw, device)",
-        "    return torch.cuda.ExternalStream(raw, device=device)",
-        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
-    ),
-    Mutant(
-        "the caller's stream does not wait for what native code has added on other streams",
         QUEUE,
-        "    wait_for(current_stream(stream.device()), stream);\n",
+        "  if (stream.has_value()) order(slot, *stream);\n",
         "",
-        "tests/cuda/test_native_cuda.py",
-    ),
-    Mutant(
-        "a native addition does not wait for an earlier one on another stream",
-        QUEUE,
-        "  wait_for(stream, writer->second);\n",
-        "",
-        "tests/cuda/test_native_cuda.py",
-    ),
-    Mutant(
-        "native code launches on the caller's stream",
-        QUEUE,
-        "  const c10::StreamGuard on_stream(batch.stream);\n",
-        "",
-        "tests/cuda/test_native_cuda.py",
+        f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
         "a product overtakes an addition that waits",
         QUEUE,
-        "  if (waiting_.count(identity) != 0) launch();\n  const auto writer",
-        "  const auto writer",
-        "tests/cuda/test_native_cuda.py",
+        "  if (slot->waits) flush();\n  const std::optional<c10::Stream> stream = current_stream(slot->",
+        "  const std::optional<c10::Stream> stream = current_stream(slot->",
+        NATIVE,
     ),
     Mutant(
         "one launch adds to a sum twice",
         QUEUE,
-        "  if (waiting_.count(identity) != 0) launch();  // no launch adds to a sum twice\n",
+        "  if (slot->waits) flush();  // no launch adds to a sum twice\n",
         "",
-        "tests/cuda/test_native_cuda.py",
+        NATIVE,
+    ),
+    Mutant(
+        "a slot is not known to wait",
+        QUEUE,
+        "  slot->waits = true;\n",
+        "",
+        NATIVE,
+    ),
+    Mutant(
+        "a slot waits for ever after a launch",
+        QUEUE,
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch&",
+        "  }\n  for (Batch&",
+        NATIVE,
     ),
     Mutant(
         "a gradient that others can change waits for a launch",
         QUEUE,
-        "  if (!may_wait || nbytes_ >= limit_) launch();\n",
-        "  if (nbytes_ >= limit_) launch();\n",
-        "tests/cuda/test_native_cuda.py",
+        "if (!may_wait || nbytes_ >= limit_) flush();",
+        "if (nbytes_ >= limit_) flush();",
+        NATIVE,
     ),
     Mutant(
         "gradients wait without a limit",
         QUEUE,
-        "  if (!may_wait || nbytes_ >= limit_) launch();\n",
-        "  if (!may_wait) launch();\n",
-        "tests/cuda/test_native_cuda.py",
+        "if (!may_wait || nbytes_ >= limit_) flush();",
+        "if (!may_wait) flush();",
+        NATIVE,
     ),
     Mutant(
-        "native code goes on with a window whose capture has begun",
-        "csrc/autograd/middle_of_window.cpp",
-        "  if (plan_.on_gpu && is_capturing()) return false;\n",
+        "each gradient is launched alone after the first full bucket",
+        QUEUE,
+        "  nbytes_ = 0;\n  for (const Batch& batch : batches) {",
+        "  for (const Batch& batch : batches) {",
+        NATIVE,
+    ),
+    Mutant(
+        "gradients of two streams share a launch",
+        QUEUE,
+        "batch.stream == stream && ",
         "",
-        "tests/cuda/test_graph_capture_cuda.py tests/cuda/test_native_cuda.py",
+        f"{NATIVE} {PROGRAMS}",
+    ),
+    Mutant(
+        "gradients of two factors share a launch",
+        QUEUE,
+        " &&\n           batch.addition.is_same(addition);",
+        ";",
+        NATIVE,
+    ),
+    Mutant(
+        "the last stream of a backward pass is remembered in the next",
+        QUEUE,
+        "slot->writer.reset();",
+        "(void)0;",
+        f"{NATIVE} {PROGRAMS}",
+    ),
+    Mutant(
+        "the engine goes on with a window whose capture has begun",
+        ENGINE,
+        "  if (on_gpu_ && is_capturing()) return false;",
+        "",
+        f"tests/cuda/test_graph_capture_cuda.py {NATIVE}",
+    ),
+    Mutant(
+        "a backward pass of the engine ends without a wait",
+        ENGINE,
+        "  queue_.join();\n  // A parameter may have",
+        "  queue_.flush();\n  // A parameter may have",
+        NATIVE,
+    ),
+    Mutant(
+        "a product is not ordered after earlier additions",
+        ENGINE,
+        "  if (!sum.is_cpu()) queue_.write(slot);\n",
+        "",
+        NATIVE,
+    ),
+    Mutant(
+        "Python does not wait for the engine's additions",
+        CAPTURE,
+        "            self.engine.settle(slot)\n        return task",
+        "        return task",
+        f"{NATIVE} {PROGRAMS}",
+    ),
+    Mutant(
+        "a scale of another stream is used again",
+        ENGINE,
+        "!task->product || task->product->stream != stream ||",
+        "!task->product ||",
+        PROGRAMS,
+    ),
+    Mutant(
+        "a scale on another device is given to a kernel",
+        ENGINE,
+        " ||\n         !(scale.on_host() || scale.tensor.device() == *slot.device)",
+        "",
+        f"tests/cuda/test_devices_cuda.py {PROGRAMS}",
+    ),
+    Mutant(
+        "rows of a GPU are added with the operator for CPUs",
+        ENGINE,
+        "!gradients.is_cpu() || !slot->device->is_cpu()",
+        "false",
+        f"tests/cuda/test_rows_cuda.py {PROGRAMS}",
+    ),
+    Mutant(
+        "Python's backward pass ends without a wait",
+        CAPTURE,
+        "        self._complete()\n        self.engine.join()\n",
+        "        self._complete()\n        self.engine.flush()\n",
+        f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
         "nodes stay on the stream on which the wrapper was made",
         "fusedacc/autograd/registration.py",
         "            self._leave_former_streams()\n",
         "",
-        "tests/cuda/test_stream_changes_cuda.py",
-    ),
-    Mutant(
-        "a parameter that loses its hook never gets it back",
-        "fusedacc/autograd/registration.py",
-        "        self._seen = None\n        self._shards.disarm(slot)\n",
-        "        self._shards.disarm(slot)\n",
         "tests/cuda/test_stream_changes_cuda.py",
     ),
     Mutant(
@@ -271,57 +325,12 @@ def run(copy: Path, mutant: Mutant) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
 
 
-def compile_module(folder: Path) -> None:
-    """Compile a copy's native module from its sources, without optimization.
-
-    Raises subprocess.CalledProcessError if it does not compile.
-    """
-    together = folder / "module.cpp"
-    sources = sorted((folder / MODULE).glob("*.cpp"))
-    together.write_text("".join(f'#include "{source}"\n' for source in sources))
-    module = next((folder / "fusedacc").glob(f"_autograd.torch-{torch.__version__}.*.so"))
-    headers = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-    defines = ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    command = [
-        "c++",
-        "-shared",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-std=c++20",
-        "-O0",
-        *defines,
-        *headers,
-        str(together),
-    ]
-    subprocess.run([*command, "-o", str(module)], check=True)
-
-
-def project(folder: Path) -> None:
-    """Copy the project into a folder."""
-    for source in ROOT.iterdir():
-        if source.name in COPIED:
-            shutil.copytree(source, folder / source.name)
-        elif source.name != ".pytest_cache":
-            (folder / source.name).symlink_to(source)
-
-
 def is_caught(mutant: Mutant) -> bool:
     """Return whether the mutant's tests fail.
 
-    Raises RuntimeError if the text does not occur exactly once, or the tests cannot run.
+    Raises RuntimeError if the tests cannot run.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        project(folder)
-        target = folder / mutant.where
-        text = target.read_text()
-        if text.count(mutant.old) != 1:
-            raise RuntimeError(
-                f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.where}"
-            )
-        target.write_text(text.replace(mutant.old, mutant.new))
-        if mutant.where.startswith(MODULE):
-            compile_module(folder)
+    with project(mutant) as folder:
         done = run(folder, mutant)
     # The device aborts the process after a misaligned access, for example. Then pytest sets no exit status.
     if done.returncode < 0 or "EMULATION:" in done.stderr + done.stdout:

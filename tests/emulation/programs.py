@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
-from fusedacc.autograd import python_hooks
+from fusedacc import engine
 
 STEPS = 3
 MICRO_BATCHES = 7
@@ -112,7 +112,6 @@ class Program:
             options["reduction"] = "weighted"
         if program.autocast and program.with_model and rng.random() < 0.5:
             options["keep_casts"] = True
-        program.large_bytes = rng.choice([1, 512, 2**24])
         program.bucket_bytes = rng.choice([600, 25 * 2**20])
         return program
 
@@ -123,13 +122,12 @@ class Program:
 
     def run(self, wraps: bool) -> list[torch.Tensor]:
         """Train with the wrapper or with plain PyTorch, on the same streams. Return the weights."""
-        before = python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES
-        python_hooks.LARGE_BYTES["cuda"] = self.large_bytes
-        python_hooks.BUCKET_BYTES = self.bucket_bytes
+        before = engine.BUCKET_BYTES
+        engine.BUCKET_BYTES = self.bucket_bytes
         try:
             return self._train(wraps)
         finally:
-            python_hooks.LARGE_BYTES["cuda"], python_hooks.BUCKET_BYTES = before
+            engine.BUCKET_BYTES = before
 
     def _train(self, wraps: bool) -> list[torch.Tensor]:
         rng = random.Random(self.seed + 1)

@@ -323,7 +323,7 @@ def test_weights_and_biases(kind, name, change):
 @pytest.mark.sweep(pairs=False)
 @pytest.mark.parametrize(("kind", "name", "change"), CASES, ids=named)
 def test_weights_and_biases_with_hooks_in_python(kind, name, change, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     test_weights_and_biases(kind, name, change)
 
 

@@ -16,7 +16,7 @@ import fusedacc
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("hooks", ["0", "1"])
 def test_parameters_have_the_same_bits(kind, loop, hooks, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", hooks)
+    monkeypatch.setenv("FUSEDACC_ENGINE", hooks)
     ours, optimizer = train(kind, True, loop)
     theirs, _ = train(kind, False, loop)
     assert_equal_weights(ours, theirs)

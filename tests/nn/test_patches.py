@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fusedacc
-from fusedacc.kernels import native_module
 from fusedacc.nn import patches
 
 
@@ -384,8 +383,8 @@ def test_a_default_device_changes_nothing():
     assert "fusedacc" in output.grad_fn.name()
 
 
-def test_without_the_native_module_pytorch_computes_modules(monkeypatch):
-    monkeypatch.setattr(native_module, "loaded", lambda: None)
+def test_without_the_engine_pytorch_computes_modules(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4))
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="model= was given"):

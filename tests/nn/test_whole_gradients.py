@@ -92,12 +92,10 @@ def trained(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
 @pytest.mark.parametrize("steps", [3, None])
 @pytest.mark.parametrize("kind", MODELS)
-def test_modules_change_no_bit(kind, steps, how, native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+def test_modules_change_no_bit(kind, steps, how):
     if how == "autocast" and kind == "grouped":
         pytest.skip("torch's grouped_mm takes no operands of two dtypes")
     torch.manual_seed(0)

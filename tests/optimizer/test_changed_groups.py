@@ -124,7 +124,7 @@ def made(dtype: torch.dtype, both: bool, loop: str, **options):
 def test_training_with_edited_groups_equals_stock(monkeypatch, kind, way, edit, moment):
     dtype, options = WAYS[way]
     if way.startswith("python"):
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     both = edit in EDITS_OF_BOTH
     stock, ours = (
         train(*made(dtype, both, loop, **options), edit, MOMENTS[moment], loop) for loop in ("stock", kind)

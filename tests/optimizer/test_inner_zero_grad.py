@@ -37,7 +37,7 @@ class Sampling(torch.optim.SGD):
 
 
 def wrapped(way, make, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0" if "python" in way else "")
+    monkeypatch.setenv("FUSEDACC_ENGINE", "0" if "python" in way else "")
     model = network()
     optimizer = wrap(
         model, STEPS if "counted" in way else None, make, model=model if "model=" in way else None

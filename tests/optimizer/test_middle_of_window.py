@@ -1,4 +1,4 @@
-"""Micro-batches inside a window, which native code handles without Python."""
+"""Micro-batches inside a window, which the engine handles without Python."""
 
 import copy
 import functools
@@ -62,42 +62,30 @@ def python_calls(work: Callable[[], object]) -> list[str]:
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_no_python_runs_in_later_windows_but_for_the_update(reduction, with_model):
+def test_no_python_runs_in_the_middle_of_a_window(reduction, with_model):
     training = Training(reduction=reduction, with_model=with_model)
     for window in range(4):
         for number in range(STEPS):
             in_backward = python_calls(training.loss().backward)
             in_step, in_zero_grad = python_calls(training.opt.step), python_calls(training.opt.zero_grad)
-            is_inside = 0 < number < STEPS - 1
-            assert bool(in_backward) == (window == 0 and not is_inside)
+            assert bool(in_backward) == (window == 0 and number == 0)
             assert (in_step == ["step"]) == (number < STEPS - 1)
-            assert (in_zero_grad == ["zero_grad"]) == (window > 0 or number < STEPS - 1)
+            assert (in_zero_grad == ["zero_grad"]) == (number < STEPS - 1)
 
 
 @needs_native
-def test_no_python_runs_in_later_backwards_of_a_manual_window():
+def test_no_python_runs_in_the_backwards_of_a_manual_loop_but_the_first():
     training = Training(counted=False)
-    for _ in range(2):
+    for window in range(2):
         for number in range(STEPS):
-            assert bool(python_calls(training.loss().backward)) == (number == 0)
-        training.opt.step(), training.opt.zero_grad()
-
-
-@needs_native
-@pytest.mark.parametrize("with_model", [False, True])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["", "clip"])
-def test_native_code_begins_the_first_and_last_backward_of_a_window(options, with_model):
-    training = Training(with_model=with_model, **options)
-    for number in range(2 * STEPS):
-        called = python_calls(training.loss().backward)
-        assert ("begin_backward" in called) == (number == 0)
+            assert bool(python_calls(training.loss().backward)) == (window == 0 and number == 0)
         training.opt.step(), training.opt.zero_grad()
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("with_model", "options", "limit"),
-    [(False, {}, 27), (True, {}, 39), (False, CLIPPED, 158), (True, CLIPPED, 178)],
+    [(False, {}, 30), (True, {}, 45), (False, CLIPPED, 160), (True, CLIPPED, 180)],
     ids=["", "model=", "clip", "model=, clip"],
 )
 def test_few_functions_of_the_package_are_called_in_a_window(with_model, options, limit):
@@ -134,13 +122,12 @@ WAYS = {
 
 
 @needs_native
-@pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_native_and_python_hooks_show_the_same_gradients(options, with_model, monkeypatch):
+def test_with_and_without_the_engine_the_same_gradients_are_shown(options, monkeypatch):
     outcomes = []
     for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-        training, seen = Training(with_model=with_model, **options), []
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+        training, seen = Training(**options), []
 
         def look(training=training, seen=seen) -> None:
             params = list(training.model.parameters())
@@ -212,11 +199,11 @@ EVENTS = {
 @pytest.mark.parametrize("at", [3, STEPS - 1, 2 * STEPS - 1, 2 * STEPS])
 @pytest.mark.parametrize("loop", ["counted", "manual", "model="])
 @pytest.mark.parametrize("event", EVENTS)
-def test_native_and_python_hooks_handle_events_alike(event, loop, at, between, monkeypatch):
-    """Python hooks check everything in every micro-batch."""
+def test_with_and_without_the_engine_events_have_the_same_effect(event, loop, at, between, monkeypatch):
+    """Without it, Python checks everything in every micro-batch."""
     outcomes, counted = [], loop != "manual"
     for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
         training, seen = Training(counted, with_model=loop == "model="), []
         try:
             for number in range(3 * STEPS - 1):
@@ -243,7 +230,9 @@ def test_native_and_python_hooks_handle_events_alike(event, loop, at, between, m
         outcomes.append((seen, [p.detach().clone() for p in training.model.parameters()]))
     (native, mine), (python, its) = outcomes
     assert native == python
-    assert all(map(torch.equal, mine, its))
+    # Without the engine, PyTorch computes the products of `model=`.
+    rtol, atol = (1e-5, 1e-6) if loop == "model=" else (0, 0)
+    torch.testing.assert_close(mine, its, rtol=rtol, atol=atol)
 
 
 def freeze_and_unfreeze(training: Training) -> None:
@@ -272,7 +261,7 @@ def test_changes_during_one_of_the_first_backwards_take_effect(event, with_model
     """
     outcomes = []
     for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
         training = Training(reduction=reduction, with_model=with_model)
         for number in range(2 * STEPS):
             loss = training.loss()
@@ -310,7 +299,7 @@ BEFORE_THE_UPDATE = {
 def test_changes_between_a_windows_last_backward_and_its_update_take_effect(event, monkeypatch):
     outcomes = []
     for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
         training = Training()
         for number in range(2 * STEPS):
             training.loss().backward()
@@ -328,13 +317,13 @@ def test_changes_between_a_windows_last_backward_and_its_update_take_effect(even
     [lambda weight: with_backward(weight, torch.clone), torch.clone],
     ids=["from Python", "from autograd"],
 )
-def test_gradients_of_a_windows_first_backward_bypass_python(same, rows):
+def test_the_gradients_of_a_windows_first_backward_are_not_handled_by_python(same, rows):
     weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
     for _ in range(3):
         called = python_calls(nn.functional.linear(given, same(weight)).sum().backward)
+        assert "receive" not in called
         optimizer.step(), optimizer.zero_grad()
-    assert called == []
     optimizer.flush()
     assert torch.equal(weight, torch.full_like(weight, -4.0))
 
@@ -342,7 +331,6 @@ def test_gradients_of_a_windows_first_backward_bypass_python(same, rows):
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
 def test_a_window_does_not_overwrite_gradients_that_the_user_holds(with_model):
-    """The first backward of a window reuses the memory of the previous accumulators."""
     training = Training(with_model=with_model)
     for number in range(2 * STEPS):
         training.loss().backward()
@@ -355,24 +343,8 @@ def test_a_window_does_not_overwrite_gradients_that_the_user_holds(with_model):
 
 
 @needs_native
-def test_a_first_backward_that_fails_before_any_addition_changes_nothing():
-    """Its gradients are added when it ends."""
-    outcomes = []
-    for fails in (True, False):
-        training = Training()
-        for number in range(2 * STEPS):
-            if fails and number == STEPS:
-                with failing(training.model[0].weight):
-                    training.model(training.inputs[0]).sum().backward()
-                training.opt.step()  # does not count
-            training.micro_batch()
-        outcomes.append([p.detach().clone() for p in training.model.parameters()])
-    assert all(map(torch.equal, *outcomes))
-
-
-@needs_native
 def test_an_addition_that_fails_at_the_end_of_a_first_backward_taints_the_window(monkeypatch):
-    training = Training(accumulate_dtype=torch.bfloat16)
+    training = Training(accumulate_dtype=torch.bfloat16, backend="eager")
     for _ in range(STEPS):
         training.micro_batch()
     loss = training.loss()
@@ -384,18 +356,11 @@ def test_an_addition_that_fails_at_the_end_of_a_first_backward_taints_the_window
         training.opt.step()
 
 
-@needs_native
-@pytest.mark.parametrize("at", [STEPS, STEPS + 1, 2 * STEPS - 1], ids=["first", "middle", "last"])
-def test_an_exception_while_native_code_ends_a_backward_taints_the_window(monkeypatch, at):
+def test_an_exception_at_the_end_of_a_backward_taints_the_window(monkeypatch):
     training = Training(with_model=True)
-    for _ in range(at):
-        training.micro_batch()
     loss = training.loss()
-    micro = training.opt._window.micro
-    # Native code reads `num_backwards` last.
-    attributes = {"__slots__": (), "num_backwards": property(lambda micro: fail())}
     with monkeypatch.context() as patch:
-        patch.setattr(micro, "__class__", type("Failing", (type(micro),), attributes))
+        patch.setattr(training.opt._accumulation, "end_backward", lambda *_, **options: fail())
         with pytest.raises(Failure):
             loss.backward()
     with pytest.raises(RuntimeError, match=r"an exception has interrupted a backward.*discard"):

@@ -12,8 +12,8 @@ from loops import LOW, assert_mean, identical, loss_of, network, wrap
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc import engine
 from fusedacc.accumulators.reduction import WEIGHING
-from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
 #: The elements have equal gradients, so their mean is the mean over so many seeds.
@@ -74,9 +74,9 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
         others = trained(backend=backend, **options)
         if "max_grad_norm" not in options:  # the norm of `eager` has other bits
             assert identical(others, wanted)
-    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(engine, "BUCKET_BYTES", 1)
     assert identical(trained(**options), wanted)
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     assert identical(trained(**options), wanted)
 
 
@@ -193,7 +193,7 @@ def test_a_gradient_wider_than_its_parameter_is_rounded_once():
 
 @pytest.mark.parametrize("native", ["0", "1"])
 def test_an_assigned_float32_gradient_is_not_taken_for_bfloat16(native, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
     weight = nn.Parameter(torch.zeros(5000))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), None, seed=1, **STOCHASTIC)
     weight.sum().backward()

@@ -10,8 +10,6 @@ import sweeps
 import torch
 from example_scripts import EXAMPLES, output_of, output_on_ranks, run_here, updates_and_accuracy
 
-from fusedacc.kernels import native_module
-
 matplotlib = pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
 pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
@@ -105,11 +103,11 @@ def test_the_demo_trains_equally_with_all_loops(monkeypatch, dtype, tmp_path, ca
         assert model.losses["stock"][-1] < model.losses["stock"][0] - 0.1
         assert {len(seconds) for seconds in model.times.values()} == {2}  # two are not timed
 
-        # Native hooks on a CPU add each gradient when it arrives. Python hooks add all in one call.
-        assert model.calls["fusedacc"] <= model.calls["stock"] / (1 if native_module.module() else 4)
+        # On a CPU each gradient is added when it arrives.
+        assert model.calls["fusedacc"] <= model.calls["stock"]
         parameter_bytes = model.parameters * (2 if dtype == "bfloat16" else 4)
         assert min(model.peaks.values()) > 4 * parameter_bytes  # parameters, sums and AdamW's two states
-        assert model.peaks["fusedacc"] <= model.peaks["stock"] + 25_000_000
+        assert model.peaks["fusedacc"] <= 1.01 * model.peaks["stock"]
         # The indices of looked-up rows are kept through a window, with 8 bytes per token.
         assert model.peaks["fusedacc, model="] <= model.peaks["fusedacc"] + 4 * 8 * 64 * 8
         # A gradient that is never written saves 4 bytes per parameter in each micro-batch but the first.

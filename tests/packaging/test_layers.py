@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ ROOT = PACKAGE.parent
 #: From the lowest layer to the highest. A part imports only itself and parts of lower layers.
 LAYERS = (
     {"kernels"},
-    {"functional", "traffic"},
+    {"engine", "functional", "traffic"},
     {"accumulators"},
     {"autograd", "distributed"},
     {"nn"},
@@ -73,10 +74,15 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_every_part_has_a_layer_and_there_are_at_most_twelve():
+def test_every_part_has_a_layer_and_there_are_at_most_thirteen():
     parts = {part_of(module_of(path)) for path in files("fusedacc")}
     assert parts == set.union(*LAYERS)
-    assert len(parts - {"__init__", "__main__"}) <= 12
+    assert len(parts - {"__init__", "__main__"}) <= 13
+
+
+def test_the_drawing_has_these_layers():
+    drawn = re.findall(r"^ +(\d+)  ([\w, ]+?)  ", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    assert {int(floor): set(parts.split(", ")) for floor, parts in drawn} == dict(enumerate(LAYERS, 1))
 
 
 def test_parts_import_only_lower_layers():

@@ -11,11 +11,7 @@ from fusedacc.kernels.torch_private import ATTRIBUTES
 
 PACKAGE = Path(fusedacc.__file__).parent
 #: Files and folders that still use other private names.
-UNFINISHED = (
-    "accumulators/",
-    "autograd/",
-    "optimizer/wrapper.py",
-)
+UNFINISHED = ("optimizer/wrapper.py",)
 #: Private attributes of other libraries' objects: Accelerate, Keras, Lightning, Transformers.
 OF_OTHER_LIBRARIES = {
     "_check_variables_are_known",
@@ -28,7 +24,7 @@ OF_OTHER_LIBRARIES = {
     "_trainable_variables",
 }
 #: Documented methods and attributes of named tuples.
-OF_NAMED_TUPLES = {"_fields", "_replace"}
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 #: Attributes of frames and code objects. What they hold depends on how Python runs the code.
 OF_FRAMES = {"__code__", "f_code", "f_globals", "f_locals"}
 LISTED = {name for kind in ATTRIBUTES.values() for name in " ".join(kind).split() if name.startswith("_")}

@@ -28,11 +28,10 @@ def vector(dtype: torch.dtype = LOW, **options: Any) -> tuple[fusedacc.Accumulat
     return fusedacc.AccumulatingOptimizer(inner, STEPS, **options), weight
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize(("dtype", "first", "later"), [(LOW, 0, 6), (F32, 6, 8)], ids=["bfloat16", "float32"])
-def test_the_meter_counts_the_bytes_of_additions(dtype, first, later, native, monkeypatch):
+def test_the_meter_counts_the_bytes_of_additions(dtype, first, later, monkeypatch):
     """A first gradient of bfloat16 becomes the sum; autograd's own write of it counts elsewhere."""
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    monkeypatch.setenv("FUSEDACC_ENGINE", "1")
     optimizer, weight = vector(dtype, **STOCHASTIC)
     window(optimizer, weight)
     with TrafficMeter() as meter:

@@ -79,4 +79,4 @@ def _sum_of(slot: Slot, accumulators: Accumulators) -> SavedSum | None:
     total = accumulators.grads.current(slot)
     if total is None:
         return None
-    return SavedSum(total, slot.grad_state is GradState.PUBLISHED, float(accumulators.deferred[slot]))
+    return SavedSum(total, slot.grad_state == GradState.PUBLISHED, float(slot.beta))

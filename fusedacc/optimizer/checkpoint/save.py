@@ -105,8 +105,8 @@ def _save_sums(
     for index, total in sums.items():
         slot = slots[index]
         of_sum = of_window | {
-            PUBLISHED: slot.grad_state is GradState.PUBLISHED,
-            DEFERRED_SCALE: float(accumulators.deferred[slot]),
+            PUBLISHED: slot.grad_state == GradState.PUBLISHED,
+            DEFERRED_SCALE: float(slot.beta),
         }
         if has_rows:
             has_sum = accumulators.grads.current(slot) is not None

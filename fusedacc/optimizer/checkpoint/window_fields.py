@@ -107,7 +107,7 @@ FIELDS = (
     Field("steps", "_steps", Rule(lambda v: v is None or is_positive_int(v), "an int >= 1 or None")),
     # Only copies and pickles have one: a tainted window is not saved.
     Field("tainted", "tainted", Rule(lambda v: v is None, "None")),
-    Field("ran", "micro.ran", A_BOOL, per_rank=True),
+    Field("ran", "ran", A_BOOL, per_rank=True),
     Field(
         "weight",
         "micro._weight",
@@ -116,7 +116,7 @@ FIELDS = (
     ),
     TotalsField("totals", "totals", Rule(_are_totals_or_none, "None or three numbers")),
     Field("usual_backwards", "usual_backwards", A_COUNT, per_rank=True),
-    Field("num_backwards", "micro.num_backwards", A_COUNT, per_rank=True),
+    Field("num_backwards", "num_backwards", A_COUNT, per_rank=True),
 )
 #: The counters that an empty window has too.
 _OF_UPDATES = ("num_updates", "num_skipped", "has_updated")

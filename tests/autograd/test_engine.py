@@ -1,6 +1,7 @@
-"""Native hooks are loaded, give the bitwise_equal bits as Python hooks, and release what they hold."""
+"""The native engine is loaded, gives the same results as no engine, and releases what it holds."""
 
 import contextlib
+import functools
 import gc
 import shutil
 import subprocess
@@ -15,21 +16,21 @@ import pytest
 import sweeps
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WHERE, Run, loss_of
-from loops import TRAINS
+from loops import LOW, TRAINS
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.autograd import python_hooks, registration
+from fusedacc.autograd.capture import Capture
 from fusedacc.kernels import library, native_module
 
 PACKAGE = Path(fusedacc.__file__).parent
 needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 
 
-def test_native_hooks_are_loaded_if_they_can_be_built():
+def test_the_engine_is_loaded_if_it_can_be_built():
     compiler = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
     if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        pytest.skip("no C++ compiler or no Python.h: hooks run in Python")
+        pytest.skip("no C++ compiler or no Python.h: there is no engine")
     assert native_module.why_not() is None
 
 
@@ -46,22 +47,18 @@ CASES = [(name, loop) for name in SITUATIONS for loop in LOOPS if worth_a_test(n
 
 
 class Calls:
-    """Counts the calls of Python hooks of all wrappers that are made after it."""
+    """Counts the gradients that Python handles."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        make_hook = registration.HookRegistry._make_hook
+        receive = Capture.receive
 
-        def make_counted(*arguments: Any) -> python_hooks.Hook:
-            hook = make_hook(*arguments)
+        @functools.wraps(receive)  # the engine calls it by its name
+        def counted(*arguments: Any, **options: Any) -> bool:
+            self.count += 1
+            return receive(*arguments, **options)
 
-            def counted(gradients: tuple) -> tuple | None:
-                self.count += 1
-                return hook(gradients)
-
-            return counted
-
-        monkeypatch.setattr(registration.HookRegistry, "_make_hook", make_counted)
+        monkeypatch.setattr(Capture, "receive", counted)
 
     def take(self) -> int:
         count, self.count = self.count, 0
@@ -95,21 +92,45 @@ def play(name: str, run: Run) -> list[Any]:
     return run.seen
 
 
+#: Situations in which autograd adds up some gradients in another order, or in the parameter's dtype, before
+#: Python gets them.
+ROUNDED = ("shapes_of_all_kinds", "reentrant_checkpoint", "a_hook_changes_p_grad_during_backward")
+
+
+def is_comparable(name: str, loop: str) -> bool:
+    """Whether the results without the engine are the same."""
+    if name == "threads":  # without the engine, p.grad may show their gradients until step()
+        return False
+    node_hooks = ("hooks_on_the_node_after_ours", "post_accumulate_hooks_come_and_go")
+    if "rounding" in LOOPS[loop].options and name in (*ROUNDED, *node_hooks):
+        return False
+    if LOOPS[loop].counted:
+        return True
+    if name == "gradients_put_by_hand":  # autograd adds to the user's own tensor
+        return False
+    # p.grad gets the parameter's dtype from the user or for a reducer.
+    in_low = ("hooks_on_the_node_after_ours", "a_hook_changes_p_grad_during_backward")
+    return LOOPS[loop].dtype != LOW or name not in in_low
+
+
 @needs_native
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.sweep(of=traits)
-@pytest.mark.parametrize(("name", "loop"), CASES)
-def test_native_and_python_hooks_give_the_same_bits(name, loop, monkeypatch):
-    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 2**19)
+@pytest.mark.parametrize(("name", "loop"), [case for case in CASES if is_comparable(*case)])
+def test_with_and_without_the_engine_the_results_are_the_same(name, loop, monkeypatch):
     calls, seen = Calls(monkeypatch), {}
     for choice in "10":
-        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
         torch._dynamo.reset()
         seen[choice] = play(name, Run(LOOPS[loop])), calls.take()
     (native, fewer), (python, every) = seen["1"], seen["0"]
     assert len(native) == len(python), (native[-1], python[-1])
+    eps = torch.finfo(LOOPS[loop].dtype).eps
     for index, (mine, its) in enumerate(zip(native, python, strict=True)):
-        assert bitwise_equal(mine, its), (index, mine, its)
+        if name in ROUNDED and isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, its, rtol=4 * eps, atol=4 * eps)
+        else:
+            assert bitwise_equal(mine, its), (index, mine, its)
     assert fewer < every
 
 
@@ -117,7 +138,7 @@ def test_native_and_python_hooks_give_the_same_bits(name, loop, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", ["manual-float32", *(["manual-float64"] if sweeps.FULL else [])])
 @pytest.mark.parametrize("name", sorted(AS_STOCK))
-def test_native_hooks_give_the_gradients_of_plain_pytorch(name, loop):
+def test_the_gradients_are_those_of_plain_pytorch(name, loop):
     wrapped, stock = (
         [value for value in play(name, Run(LOOPS[loop], stock)) if isinstance(value, Tensor)]
         for stock in (False, True)
@@ -129,18 +150,18 @@ def test_native_hooks_give_the_gradients_of_plain_pytorch(name, loop):
 
 @pytest.fixture
 def calls(monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
+    monkeypatch.setenv("FUSEDACC_ENGINE", "1")
     return Calls(monkeypatch)
 
 
 @needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
-def test_python_sees_one_gradient_in_the_first_backward_and_none_later(loop, calls):
+def test_python_handles_no_gradient(loop, calls):
     run = Run(LOOPS[loop])
     model = run.wrapped()
-    for number in range(8):
+    for _ in range(8):
         run.backward(loss_of(run, model))
-        assert calls.take() == (number == 0)
+        assert calls.take() == 0
 
 
 @needs_native
@@ -161,26 +182,26 @@ def test_each_gradient_is_added_when_it_arrives(loop, calls):
     run.backward(loss_of(run, model))
     before = sums[last].accumulator.clone()
     run.backward(loss_of(run, model))
-    assert during[0] is None
+    assert during[0] is not None
     assert not torch.equal(during[1], before)
     assert torch.equal(during[1], sums[last].accumulator)
 
 
 @needs_native
-def test_threads_that_query_hooks_do_not_deadlock_with_additions(calls):
+def test_threads_that_ask_the_engine_do_not_deadlock_with_additions():
     """A hook that adds holds a lock and may need the GIL.
 
     A thread with the GIL must not wait for that lock.
     """
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
-    hooks, tasks = optimizer._capture.hooks, optimizer._capture.take_over_tasks()
+    engine = optimizer._engine
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            for identity in list(tasks):
-                hooks._direct.take(identity, 10**6, params[0].detach(), params[0], False)
+            engine.flush()
+            engine.step(optimizer.param_groups, [])
 
     asking = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in asking:
@@ -197,10 +218,8 @@ def test_threads_that_query_hooks_do_not_deadlock_with_additions(calls):
 
 
 def test_a_wrong_value_of_the_variable_is_named(monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
-    with pytest.raises(
-        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, or not set"
-    ):
+    monkeypatch.setenv("FUSEDACC_ENGINE", "2")
+    with pytest.raises(ValueError, match=r"FUSEDACC_ENGINE='2': allowed are '0' .*, '1' .*, or not set"):
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
 
 
@@ -212,19 +231,19 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     if file is not None:
         (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
     program = "import warnings; warnings.simplefilter('error')" + TRAINS
-    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_NATIVE_HOOKS=choice)
+    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_ENGINE=choice)
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 @pytest.mark.parametrize(("file", "reason"), [(None, "does not exist"), ("no library", "does not load")])
-def test_without_the_module_hooks_run_in_python_and_the_reason_is_printed(tmp_path, file, reason):
+def test_without_the_module_training_works_and_the_reason_is_printed(tmp_path, file, reason):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in (native_module.file_name(), reason, "pip install"))
 
 
-def test_requested_native_hooks_that_are_missing_are_an_error(tmp_path):
-    why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_module.file_name()}"
+def test_a_requested_engine_that_is_missing_is_an_error(tmp_path):
+    why = f"FUSEDACC_ENGINE=1, but there is no native engine: {native_module.file_name()}"
     assert f"RuntimeError: {why}" in run_copy(tmp_path, None, "1").stderr
 
 

@@ -1,0 +1,621 @@
+#include "engine.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "gradients.h"
+#include "hook.h"
+
+namespace py = pybind11;
+
+namespace fusedacc::autograd {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+std::atomic<bool> is_watched{false};
+
+// Calls `function` with the GIL. The engine of autograd rethrows only this kind of error in the thread that
+// has called backward().
+template <class Function>
+auto with_gil(Function function) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error known;
+    known.persist();
+    throw known;
+  }
+}
+
+py::object or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? py::cast(tensor) : py::object(py::none());
+}
+
+// Whether a CUDA graph is being captured on the current stream. Needs the GIL.
+bool is_capturing() {
+  static const py::handle function = [] {
+    return py::getattr(py::module_::import("torch.cuda"), "is_current_stream_capturing").release();
+  }();
+  return function().cast<bool>();
+}
+
+// Whether multiplying a sum later gives the same bits as multiplying it now, as `is_deferrable` in
+// fusedacc/kernels/dtypes.py.
+bool is_deferrable(const Number& scale, at::ScalarType dtype) {
+  if (dtype == at::kFloat || dtype == at::kDouble) return true;
+  if (!scale.on_host()) return false;
+  int exponent = 0;
+  return scale.value == 1 || (dtype == at::kBFloat16 && std::frexp(scale.value, &exponent) == 0.5);
+}
+
+c10::OperatorHandle library_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// Whether the groups have these parameters, by identity.
+bool have_parameters(const py::list& groups, const py::list& known) {
+  if (groups.size() != known.size()) return false;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    PyObject* const group = PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject* const expected = PyList_GET_ITEM(known.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject* const params = PyDict_Check(group) ? PyDict_GetItemString(group, "params") : nullptr;
+    if (params == nullptr || !PyList_Check(params)) return false;
+    if (PyList_GET_SIZE(params) != PyList_GET_SIZE(expected)) return false;
+    for (Py_ssize_t j = 0; j < PyList_GET_SIZE(expected); ++j) {
+      if (PyList_GET_ITEM(params, j) != PyList_GET_ITEM(expected, j)) return false;
+    }
+  }
+  return true;
+}
+
+Reason reason_of(const Slot& slot, const AccumulateGrad& node, const at::Tensor& gradient) {
+  const at::Tensor& parameter = node.variable;
+  if (!parameter.requires_grad()) return Reason::kFrozen;
+  if (slot.may_be_reduced_outside && has_post_hook(node)) return Reason::kReducedOutside;
+  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+  if (!gradient.defined()) return Reason::kAbsent;
+  if (!is_plain(gradient)) return Reason::kNotPlain;
+  if (slot.needs_eager) return Reason::kNeedsEager;
+  if (gradient.scalar_type() != slot.dtype || gradient.device() != *slot.device) return Reason::kOtherDtype;
+  return Reason::kOrdinary;
+}
+
+}  // namespace
+
+const char* name_of(Reason reason) {
+  switch (reason) {
+    case Reason::kFrozen:
+      return "frozen";
+    case Reason::kNotALeaf:
+      return "not_a_leaf";
+    case Reason::kSharded:
+      return "sharded";
+    case Reason::kReducedOutside:
+      return "reduced_outside";
+    case Reason::kPostAccumulateHook:
+      return "post_accumulate_hook";
+    case Reason::kAbsent:
+      return "absent";
+    case Reason::kNotPlain:
+      return "not_plain";
+    case Reason::kNeedsEager:
+      return "needs_eager";
+    case Reason::kOtherDtype:
+      return "other_dtype";
+    case Reason::kWeightHook:
+      return "weight_hook";
+    case Reason::kInModule:
+      return "in_module";
+    case Reason::kOrdinary:
+      return "ordinary";
+  }
+  return "";
+}
+
+Reason Engine::reason_for(const Slot& slot) {
+  const at::Tensor& parameter = slot.parameter();
+  if (!parameter.requires_grad()) return Reason::kFrozen;
+  if (!parameter.is_leaf()) return Reason::kNotALeaf;
+  if (slot.is_sharded) return Reason::kSharded;
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (slot.may_be_reduced_outside && node && has_post_hook(*node)) return Reason::kReducedOutside;
+  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+  if (slot.needs_eager) return Reason::kNeedsEager;
+  if (!slot.has_path) return Reason::kOrdinary;
+  return has_hooks(parameter) ? Reason::kWeightHook : Reason::kInModule;
+}
+
+Engine::Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shared_ptr<WindowState> window,
+               Callbacks callbacks)
+    : add_(add),
+      sums_(std::move(sums)),
+      window_(std::move(window)),
+      callbacks_(callbacks),
+      queue_(limit, [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
+                           const std::shared_ptr<BackwardPass>& task) {
+        add_in_python(slots, std::move(gradients), task);
+      }) {
+  for (PyObject* callback : {callbacks_.begin, callbacks_.receive, callbacks_.add, callbacks_.scale,
+                             callbacks_.stored, callbacks_.finish}) {
+    Py_INCREF(callback);
+  }
+}
+
+Engine::~Engine() {
+  for (PyObject* callback : {callbacks_.begin, callbacks_.receive, callbacks_.add, callbacks_.scale,
+                             callbacks_.stored, callbacks_.finish}) {
+    Py_DECREF(callback);
+  }
+}
+
+std::shared_ptr<Engine> Engine::make(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums,
+                                     std::shared_ptr<WindowState> window, Callbacks callbacks) {
+  return {new Engine(add, limit, std::move(sums), std::move(window), callbacks), [](Engine* engine) {
+            if (Py_IsInitialized() == 0) return;
+            const py::gil_scoped_acquire gil;
+            delete engine;
+          }};
+}
+
+void Engine::set_watched(bool watched) { is_watched = watched; }
+
+// During a backward pass
+
+bool Engine::deliver(const SlotPointer& slot, AccumulateGrad& node, const at::Tensor& gradient) {
+  const at::Tensor& parameter = node.variable;
+  const bool is_unshared = gradient.defined() && is_sole(gradient);
+  const Lock lock(mutex_);
+  const Reason reason = reason_of(*slot, node, gradient);
+  if (reason == Reason::kFrozen) return false;
+  const std::shared_ptr<BackwardPass> task = enter();
+  if (!task) return false;
+  const bool is_left =
+      !task->captures || reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
+  if (!is_left && !slot->is_begun) {
+    if (reason == Reason::kAbsent || task->drops) return true;
+    if (reason == Reason::kOrdinary && add(task, slot, parameter, gradient, is_unshared)) return true;
+  }
+  return receive_in_python(slot, gradient, reason, is_unshared);
+}
+
+bool Engine::receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason,
+                               bool is_unshared) {
+  return with_gil([&] {
+    return py::handle(callbacks_.receive)(slot, or_none(gradient), name_of(reason), is_unshared).cast<bool>();
+  });
+}
+
+void Engine::add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
+                           const std::shared_ptr<BackwardPass>& task) {
+  with_gil([&] {
+    py::list tensors(gradients.size());
+    for (size_t i = 0; i < gradients.size(); ++i) tensors[i] = py::cast(std::move(gradients[i]));
+    gradients.clear();
+    py::handle(callbacks_.add)(task, slots, tensors);
+  });
+}
+
+void Engine::after_node(const SlotPointer& slot) {
+  if (slot->collects_in == -1 || slot->collects_in != torch::autograd::get_current_graph_task_id()) return;
+  slot->collects_in = -1;
+  const Lock lock(mutex_);
+  with_gil([&] { py::handle(callbacks_.stored)(slot); });
+}
+
+Number Engine::scale_of(const std::shared_ptr<BackwardPass>& task, const c10::Device& device) {
+  if (task->scale.on_host() && window_->sum_scale.on_host()) {
+    return {task->scale.value * window_->sum_scale.value, at::Tensor()};
+  }
+  const std::optional<c10::Stream> stream = current_stream(device);
+  if (!task->product || task->product->stream != stream ||
+      !task->product->sum_scale.is_same(window_->sum_scale)) {
+    const Number value = with_gil([&] { return py::handle(callbacks_.scale)(task).cast<Number>(); });
+    task->product = {window_->sum_scale, stream, value};
+  }
+  return task->product->value;
+}
+
+bool Engine::adds_in_python(const Slot& slot, const Number& scale) const {
+  return !slot.is_native || is_watched || rounds_stochastically_ ||
+         !(scale.on_host() || scale.tensor.device() == *slot.device);
+}
+
+bool Engine::add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot,
+                 const at::Tensor& parameter, const at::Tensor& gradient, bool is_unshared) {
+  const Number scale = scale_of(task, gradient.device());
+  const at::Tensor sum = sums_->current(*slot);
+  if (adds_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
+    task->added = true;
+    task->in_python = true;
+    queue_.add_in_python(slot, gradient, task, is_unshared);
+    return true;
+  }
+  if (gradient.sizes() != parameter.sizes()) return false;
+  if (!sum.defined()) {
+    task->added = true;
+    add_first(slot, parameter, gradient, scale, is_unshared);
+    return true;
+  }
+  const bool fits = sum.scalar_type() == slot->accumulate_dtype && sum.device() == gradient.device() &&
+                    sum.sizes() == gradient.sizes() && is_plain(sum) && !sum.is_inference();
+  if (!fits || gradient.is_alias_of(sum)) return false;
+  task->added = true;
+  run(slot, sum, gradient, {scale, slot->beta}, is_unshared);
+  note_written(*slot, sum, /*is_new=*/false);
+  return true;
+}
+
+void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, const at::Tensor& gradient,
+                       const Number& scale, bool is_unshared) {
+  const at::ScalarType dtype = slot->accumulate_dtype;
+  const bool is_own = gradient.scalar_type() == dtype && is_unshared && is_adoptable(gradient, parameter);
+  if (is_own && (scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype)))) {
+    queue_.write(slot);
+    sums_->put(*slot, gradient);
+    slot->beta = scale;
+    return;
+  }
+  const at::Tensor sum = is_own ? gradient : slot->new_sum();
+  run(slot, sum, gradient, {scale, Number(), /*overwrites=*/true}, is_unshared);
+  note_written(*slot, sum, /*is_new=*/true);
+}
+
+void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
+                 const Addition& addition, bool is_unshared) {
+  if (!sum.is_cpu()) return queue_.add(slot, sum, gradient, addition, /*may_wait=*/is_unshared);
+  RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
+  const bool is_flat = addition.scale.on_host() && addition.beta.on_host() && same_layout(gradient, sum);
+  if (!is_flat) return run_addition({sum}, {gradient}, addition);
+  const Multipliers by{addition.scale.value, addition.beta.value};
+  add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), dtype_number(gradient.scalar_type()),
+       dtype_number(sum.scalar_type()), addition.overwrites, &by);
+}
+
+void Engine::note_written(Slot& slot, const at::Tensor& sum, bool is_new) {
+  slot.beta = Number();
+  if (is_new) {
+    sums_->put(slot, sum);
+  } else if (sums_->exposed) {
+    sum.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+// Modules that write to sums
+
+std::shared_ptr<BackwardPass> Engine::task_to_write(const Slot& slot) {
+  if (postpones_ || slot.is_begun || slot.needs_eager) return nullptr;
+  std::shared_ptr<BackwardPass> task = enter();
+  const bool writes = task && task->captures && !task->drops && task->scale.on_host() &&
+                      window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
+  return writes ? task : nullptr;
+}
+
+at::Tensor Engine::sum_to_write(const Slot& slot) const {
+  const at::Tensor sum = sums_->current(slot);
+  if (!sum.defined()) return slot.in_reduce_bucket ? at::Tensor() : slot.new_sum();
+  const bool fits = sum.device() == *slot.device && sum.scalar_type() == slot.accumulate_dtype &&
+                    is_plain(sum) && !sum.is_inference() && slot.beta.on_host();
+  return fits ? sum : at::Tensor();
+}
+
+bool Engine::add_product(const SlotPointer& slot, const at::Tensor& left, const at::Tensor& right,
+                         ProductMethod method) {
+  const Lock lock(mutex_);
+  if (left.size(0) == 0 || left.dim() != 2) return false;
+  const std::shared_ptr<BackwardPass> task = task_to_write(*slot);
+  if (!task) return false;
+  const bool is_new = !sums_->current(*slot).defined();
+  const at::Tensor sum = sum_to_write(*slot);
+  if (!sum.defined() || sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
+  if (left.device() != sum.device() || right.device() != sum.device()) return false;
+  if (!are_pair(left.scalar_type(), sum.scalar_type())) return false;
+  if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
+  const double scale = task->scale.value * window_->sum_scale.value;
+  const double beta = is_new ? 0 : slot->beta.value;
+  if (!sum.is_cpu()) queue_.write(slot);
+  if (!multiply(sum, left, right, method, scale, beta)) return false;
+  task->added = true;
+  note_written(*slot, sum, is_new);
+  return true;
+}
+
+bool Engine::multiply(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right,
+                      ProductMethod method, double scale, double beta) {
+  at::Tensor out = sum;
+  if (method == ProductMethod::kBlas) {
+    if (left.scalar_type() != sum.scalar_type()) return false;
+    if (sum.is_cpu() && beta != 1 && beta != 0)
+      return false;  // a CPU's BLAS rounds other factors differently
+    out.addmm_(left.t(), right, beta, scale);
+    return true;
+  }
+  if (method == ProductMethod::kWideningBlas) {
+    if (sum.is_cpu() || sum.scalar_type() != at::kFloat || left.element_size() != 2) return false;
+    at::addmm_out(out, sum, left.t(), right, at::kFloat, beta, scale);
+    return true;
+  }
+  // A method is chosen for the device on which the weight is then, and the weight may have been moved since.
+  if (method < ProductMethod::kOperator || !sum.is_cpu()) return false;
+  static const auto operation = library_operator("fusedacc::gemm_accumulate_");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, sum, left, right, c10::IValue(), scale, c10::IValue(), beta,
+                   static_cast<int64_t>(method) - static_cast<int64_t>(ProductMethod::kOperator));
+  operation.callBoxed(stack);
+  return true;
+}
+
+bool Engine::add_rows(const SlotPointer& slot, const at::Tensor& rows, const at::Tensor& gradients,
+                      int64_t padding, bool by_frequency) {
+  const Lock lock(mutex_);
+  if (!gradients.is_cpu() || !slot->device->is_cpu()) return false;  // Triton adds rows on a GPU
+  const std::shared_ptr<BackwardPass> task = task_to_write(*slot);
+  if (!task) return false;
+  const bool is_new = !sums_->current(*slot).defined();
+  const at::Tensor sum = sum_to_write(*slot);
+  if (!sum.defined() || sum.dim() != 2 || !sum.is_contiguous() || !(is_new || slot->beta.is_one()))
+    return false;
+  if (!are_pair(gradients.scalar_type(), sum.scalar_type()) || gradients.is_alias_of(sum)) return false;
+  if (is_new) sum.zero_();
+  const at::Tensor named = rows.reshape({rows.numel()});
+  at::Tensor terms = gradients.reshape({rows.numel(), sum.size(1)});
+  if (sum.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();
+  static const auto operation = library_operator("fusedacc::accumulate_rows_");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, sum, named, terms, c10::IValue(), task->scale.value * window_->sum_scale.value,
+                   padding, by_frequency);
+  operation.callBoxed(stack);
+  task->added = true;
+  note_written(*slot, sum, is_new);
+  return true;
+}
+
+void Engine::settle(const SlotPointer& slot) {
+  const Lock lock(mutex_);
+  queue_.write(slot);
+}
+
+void Engine::flush() {
+  const Lock lock(mutex_);
+  queue_.flush();
+}
+
+void Engine::join() {
+  const Lock lock(mutex_);
+  queue_.join();
+}
+
+// Backward passes
+
+std::shared_ptr<BackwardPass> Engine::current_task() {
+  const Lock lock(mutex_);
+  const auto found = tasks_.find(torch::autograd::get_current_graph_task_id());
+  return found == tasks_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<BackwardPass> Engine::enter() {
+  const Lock lock(mutex_);
+  const int identity = torch::autograd::get_current_graph_task_id();
+  const auto found = tasks_.find(identity);
+  if (found != tasks_.end()) return found->second;
+  return identity == -1 ? nullptr : begin(identity);
+}
+
+std::vector<std::shared_ptr<BackwardPass>> Engine::tasks() {
+  const Lock lock(mutex_);
+  std::vector<std::shared_ptr<BackwardPass>> all;
+  for (const auto& [identity, task] : tasks_) all.push_back(task);
+  return all;
+}
+
+std::shared_ptr<BackwardPass> Engine::begin(int identity) {
+  const std::shared_ptr<BackwardPass> task = with_gil([&] {
+    if (may_begin()) {
+      auto found = std::make_shared<BackwardPass>();
+      found->scale.value = plan_->scale;
+      found->in_python = false;
+      return found;
+    }
+    stop();
+    const py::object begun = py::handle(callbacks_.begin)();
+    return begun.is_none() ? nullptr : begun.cast<std::shared_ptr<BackwardPass>>();
+  });
+  if (!task) return nullptr;
+  task->identity = identity;
+  tasks_[identity] = task;
+  const auto running = std::make_shared<bool>(true);
+  task->running = running;
+  queue_callback(task, running);
+  return task;
+}
+
+void Engine::queue_callback(const std::shared_ptr<BackwardPass>& task, std::shared_ptr<void> running) {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [engine = weak_from_this(), task, running = std::move(running)] {
+        const std::shared_ptr<Engine> found = engine.lock();
+        if (found) found->finish(task);
+      });
+}
+
+void Engine::call_back(const std::shared_ptr<BackwardPass>& task) {
+  queue_callback(task, task->running.lock());
+}
+
+void Engine::finish(const std::shared_ptr<BackwardPass>& task) {
+  try {
+    if (try_finish(task)) return;
+  } catch (python_error& error) {  // raised by Python code that an operator has called
+    error.persist();               // another thread may report it
+    throw;
+  }
+  with_gil([&] { py::handle(callbacks_.finish)(task); });
+}
+
+bool Engine::try_finish(const std::shared_ptr<BackwardPass>& task) {
+  const Lock lock(mutex_);
+  const auto found = tasks_.find(task->identity);
+  if (found == tasks_.end() || found->second != task) return true;  // `discard()` has dropped it
+  if (task->in_python || tasks_.size() > 1) return false;
+  queue_.join();
+  // A parameter may have got another node, without our hook.
+  if (!sums_->always_exposed && any_gradient()) return false;
+  if (!plan_ || (is_last() && !publish())) return false;
+  queue_.forget();
+  tasks_.erase(found);
+  window_->ran = true;
+  ++window_->num_backwards;
+  return true;
+}
+
+bool Engine::drop(const std::shared_ptr<BackwardPass>& task) {
+  const Lock lock(mutex_);
+  const auto found = tasks_.find(task->identity);
+  if (found == tasks_.end() || found->second != task) return false;
+  tasks_.erase(found);
+  if (tasks_.empty()) {
+    queue_.drop();  // of a backward pass that has failed; others have launched all
+    queue_.join();
+    queue_.forget();
+  }
+  return true;
+}
+
+// Windows
+
+void Engine::stop() { plan_.reset(); }
+
+void Engine::set_condition(const std::string& name, bool holds) {
+  if (holds) {
+    conditions_.insert(name);
+  } else {
+    conditions_.erase(name);
+  }
+}
+
+bool Engine::is_usual() const {
+  return plan_.has_value() && (plan_->repeats || plan_->window == window_->number) && conditions_.empty() &&
+         !is_watched && !is_bypassed_ && window_->is_plain() && sums_->num_ignored == 0;
+}
+
+bool Engine::may_go_on() const { return is_usual() && !sums_->consumed; }
+
+bool Engine::may_begin() const {
+  if (!tasks_.empty() || !may_go_on() || at::GradMode::is_enabled()) return false;
+  if (on_gpu_ && is_capturing()) return false;  // Python refuses to capture a part of a window
+  if (sums_->always_exposed) return true;
+  if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;  // the update has failed
+  const bool is_first = window_->micro_step == 0 && !window_->ran;
+  if (is_first && (!plan_->repeats || sums_->exposed)) return false;
+  return !is_last() || (plan_->repeats && !window_->ran && window_->sum_scale.is_one());
+}
+
+bool Engine::publish() {
+  const auto fits = [](const SlotPointer& slot) {
+    const at::Tensor &sum = slot->accumulator, &parameter = slot->parameter();
+    if (!sum.defined()) return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
+    const auto grad_dtype = parameter.grad_dtype();
+    return slot->grad_state == GradState::kNotOurs && slot->beta.is_one() && parameter.is_leaf() &&
+           !slot->is_begun && sum.layout() == at::kStrided && sum.sizes() == parameter.sizes() &&
+           sum.device() == parameter.device() &&
+           (!grad_dtype.has_value() || *grad_dtype == sum.scalar_type());
+  };
+  if (!std::all_of(slots_.begin(), slots_.end(), fits)) return false;
+  for (const SlotPointer& slot : slots_) {
+    const at::Tensor sum = slot->accumulator;
+    if (sum.defined()) sums_->publish(*slot, sum);
+  }
+  sums_->exposed = true;
+  return true;
+}
+
+bool Engine::shows_only_sums() const {
+  return std::all_of(slots_.begin(), slots_.end(), [](const SlotPointer& slot) {
+    const at::Tensor& gradient = slot->parameter().grad();
+    if (!gradient.defined()) return slot->grad_state == GradState::kNotOurs && !slot->accumulator.defined();
+    return slot->grad_state == GradState::kPublished && slot->is_placed(gradient) &&
+           gradient.scalar_type() == slot->parameter().scalar_type() && !gradient.requires_grad();
+  });
+}
+
+bool Engine::are_as_seen() const {
+  return !slots_.empty() &&
+         std::all_of(slots_.begin(), slots_.end(), [](const auto& slot) { return slot->is_as_seen(); });
+}
+
+bool Engine::any_gradient() const {
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [](const auto& slot) { return slot->parameter().grad().defined(); });
+}
+
+bool Engine::step(const py::list& groups, const py::list& known) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);  // another thread's backward pass may hold it
+  if (!lock.owns_lock()) return false;
+  if (!plan_ || !tasks_.empty() || !window_->ran || window_->micro_step + 1 >= plan_->steps) return false;
+  if (!may_go_on() || !have_parameters(groups, known) || any_gradient()) return false;
+  window_->has_updated = false;
+  window_->count_micro_batch();
+  return true;
+}
+
+bool Engine::zero_grad() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  if (!plan_ || !tasks_.empty() || window_->ran) return false;
+  return 0 < window_->micro_step && window_->micro_step < plan_->steps && may_go_on();
+}
+
+bool Engine::begin_update(const py::list& groups, const py::list& known) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  if (!plan_ || !plan_->updates_plainly || !tasks_.empty() || !window_->ran) return false;
+  if (window_->micro_step + 1 != plan_->steps || !may_go_on() || !sums_->exposed) return false;
+  if (!window_->sum_scale.is_one() || !have_parameters(groups, known) || !shows_only_sums()) return false;
+  window_->has_updated = false;
+  window_->count_micro_batch();
+  return true;
+}
+
+bool Engine::end_update() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || !shows_only_sums()) return false;
+  for (const SlotPointer& slot : slots_) {
+    const at::Tensor& gradient = slot->parameter().grad();
+    if (gradient.defined()) slot->placed_version = gradient._version();
+  }
+  sums_->consumed = true;
+  return true;
+}
+
+bool Engine::clear_used(const py::list& groups, const py::list& known) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  if (!is_usual() || !plan_->updates_plainly || !tasks_.empty() || !sums_->consumed) return false;
+  if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;
+  if (!are_as_seen() || !shows_only_sums()) return false;
+  if (on_gpu_) return false;             // Python hooks new nodes if another stream is current
+  if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
+  for (const SlotPointer& slot : slots_) {
+    slot->parameter().mutable_grad().reset();
+    sums_->set_state(*slot, GradState::kNotOurs);
+  }
+  sums_->consumed = false;
+  sums_->exposed = false;
+  return true;
+}
+
+}  // namespace fusedacc::autograd

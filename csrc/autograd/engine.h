@@ -1,0 +1,220 @@
+// The engine of one wrapper: its hooks deliver gradients here, modules write products and rows, and each
+// backward pass begins and ends here. A plain window needs Python only to call the inner optimizer.
+#pragma once
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "../common/functors.h"
+#include "launch_queue.h"
+#include "window.h"
+
+namespace fusedacc::autograd {
+
+// The function `fusedacc_add_flat` of libfusedacc.so. Dtypes are numbered as in dtypes.h.
+using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
+                         int32_t sum_dtype, bool overwrites, const Multipliers* by);
+
+// The method that adds a product to a sum: not chosen yet; Python; torch's addmm; its addmm of 16-bit
+// operands into a float32 sum on a GPU; or method w of libfusedacc.so's operator for CPUs, as kOperator + w.
+enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kWideningBlas, kOperator };
+
+// Who handles a gradient, and why: the first that applies. `REASONS` in fusedacc/autograd/reasons.py has a
+// sentence for those that `reason_for` returns.
+enum class Reason {
+  kFrozen,
+  kNotALeaf,
+  kSharded,
+  kReducedOutside,
+  kPostAccumulateHook,
+  kAbsent,
+  kNotPlain,
+  kNeedsEager,
+  kOtherDtype,
+  kWeightHook,
+  kInModule,
+  kOrdinary,
+};
+const char* name_of(Reason reason);
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  using SlotPointer = std::shared_ptr<Slot>;
+
+  // The Python functions that the engine calls. None refers strongly to an object that has the engine.
+  struct Callbacks {
+    // Begins the running backward pass: returns its Task, or None if autograd is to handle it alone.
+    PyObject* begin;
+    // Handles a gradient: called with a slot, the gradient, the reason and whether only the engine of
+    // autograd refers to it. Returns whether it was taken.
+    PyObject* receive;
+    // Adds gradients: called with a task, slots and gradients.
+    PyObject* add;
+    // Returns the task's scale times the window's `sum_scale`.
+    PyObject* scale;
+    // Called after the node of a slot has run: `after_node`.
+    PyObject* stored;
+    // Ends a task.
+    PyObject* finish;
+  };
+
+  // add: of libfusedacc.so. limit: bytes of gradients that may wait for a launch.
+  static std::shared_ptr<Engine> make(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums,
+                                      std::shared_ptr<WindowState> window, Callbacks callbacks);
+  ~Engine();
+
+  // Held while sums are written. Take it without the GIL.
+  std::recursive_mutex& mutex() { return mutex_; }
+
+  // During a backward pass
+
+  // Handles a gradient of the slot's parameter that has reached the hook on `node`. Returns whether it was
+  // taken; else autograd stores it. gradient: undefined if the backward pass has none.
+  bool deliver(const SlotPointer& slot, torch::autograd::AccumulateGrad& node, const at::Tensor& gradient);
+  // Called after the node has run.
+  void after_node(const SlotPointer& slot);
+  // Adds to the sum of a slot within a module's backward, or returns false with nothing done. Operands are
+  // matrices: sum = beta * sum + scale * left^T right, or sum[i] += scale * (the gradients of row i).
+  bool add_product(const SlotPointer& slot, const at::Tensor& left, const at::Tensor& right,
+                   ProductMethod method);
+  bool add_rows(const SlotPointer& slot, const at::Tensor& rows, const at::Tensor& gradients, int64_t padding,
+                bool by_frequency);
+
+  // Python is about to write to the sum of a slot on the current stream, or to read it.
+  void settle(const SlotPointer& slot);
+  // Adds all that waits.
+  void flush();
+  // Lets the current streams wait for all that was added in the running backward passes.
+  void join();
+
+  // Backward passes
+
+  // The task of the running backward pass, or null if the engine does not know it.
+  std::shared_ptr<BackwardPass> current_task();
+  // The same; an unknown one begins. Null where autograd handles it alone.
+  std::shared_ptr<BackwardPass> enter();
+  // All tasks, with those that have failed.
+  std::vector<std::shared_ptr<BackwardPass>> tasks();
+  // Calls `finish` again, after the callbacks that are queued now.
+  void call_back(const std::shared_ptr<BackwardPass>& task);
+  // Forgets a task. Returns whether it was known.
+  bool drop(const std::shared_ptr<BackwardPass>& task);
+
+  // Windows
+
+  // How the next micro-batches are handled.
+  struct Plan {
+    // Backward passes need no more than additions, times `scale`.
+    double scale = 1;
+    // The micro-batches of a window; 0: `step()` ends none, and there is no last one.
+    int64_t steps = 0;
+    // Whether all windows are alike, and their sums are final after the last addition. Else Python begins and
+    // ends the first and the last backward pass of each.
+    bool repeats = false;
+    // Whether an update needs only what p.grad holds after a window's last backward pass.
+    bool updates_plainly = false;
+    int64_t window = 0;  // the number of the window for which it was made
+  };
+  void go_on(Plan plan) {
+    plan.window = window_->number;
+    plan_ = plan;
+  }
+  // Python begins the next backward pass.
+  void stop();
+  // While there is such a condition, Python begins and ends all backward passes.
+  void set_condition(const std::string& name, bool holds);
+  void set_slots(std::vector<SlotPointer> slots) { slots_ = std::move(slots); }
+  // Run `step()` and `zero_grad()` in the middle of a window; false leaves that to Python. groups: of the
+  // inner optimizer. known: the parameters of each group as Python has seen them last.
+  bool step(const pybind11::list& groups, const pybind11::list& known);
+  bool zero_grad();
+  // Ends a window's last micro-batch, if its update has only to run the inner optimizer; else false.
+  // Arguments as of `step`.
+  bool begin_update(const pybind11::list& groups, const pybind11::list& known);
+  // After the update: p.grad holds what it has used. False where Python must look at p.grad.
+  bool end_update();
+  // Clears the gradients that an update has used, if nothing else is to be cleared; else false.
+  bool clear_used(const pybind11::list& groups, const pybind11::list& known);
+
+  // Whether all parameters are as Python has seen them last; false if there are none.
+  bool are_as_seen() const;
+  // Whether any parameter has a p.grad.
+  bool any_gradient() const;
+  // The reason for all gradients of a parameter, if they have its dtype and layout.
+  static Reason reason_for(const Slot& slot);
+  // Whether all additions go to Python: traffic is measured, or sums are rounded stochastically.
+  static void set_watched(bool is_watched);
+  void set_rounds_stochastically(bool rounds) { rounds_stochastically_ = rounds; }
+  // While products are postponed, only Python writes them.
+  void set_postpones(bool postpones) { postpones_ = postpones; }
+  // Some parameters are, or were, on a GPU.
+  void note_gpu() { on_gpu_ = true; }
+  // Compiled autograd runs a backward pass without our hooks.
+  void note_bypass() { is_bypassed_ = true; }
+  bool is_bypassed() const { return is_bypassed_; }
+
+ private:
+  Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shared_ptr<WindowState> window,
+         Callbacks callbacks);
+
+  // Whether nothing is unusual but what `may_go_on` also asks for.
+  bool is_usual() const;
+  // Whether this code may handle a backward pass, a `step()` or a `zero_grad()`.
+  bool may_go_on() const;
+  // Whether it may begin the next backward pass.
+  bool may_begin() const;
+  bool is_last() const { return plan_->steps != 0 && window_->micro_step + 1 >= plan_->steps; }
+  // Puts the sums of a window into p.grad, or returns false with nothing done.
+  bool publish();
+  // Whether every p.grad is what was put there, or is not there.
+  bool shows_only_sums() const;
+  std::shared_ptr<BackwardPass> begin(int identity);
+  void queue_callback(const std::shared_ptr<BackwardPass>& task, std::shared_ptr<void> running);
+  void finish(const std::shared_ptr<BackwardPass>& task);
+  bool try_finish(const std::shared_ptr<BackwardPass>& task);
+  bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason, bool is_sole);
+  void add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
+                     const std::shared_ptr<BackwardPass>& task);
+  // The factor of a task's gradients on the current stream of this device.
+  Number scale_of(const std::shared_ptr<BackwardPass>& task, const c10::Device& device);
+  // Adds an ordinary gradient; false where Python must.
+  bool add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot, const at::Tensor& parameter,
+           const at::Tensor& gradient, bool is_sole);
+  void add_first(const SlotPointer& slot, const at::Tensor& parameter, const at::Tensor& gradient,
+                 const Number& scale, bool is_sole);
+  void run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
+           const Addition& addition, bool is_sole);
+  bool adds_in_python(const Slot& slot, const Number& scale) const;
+  // The task in which a module may write to the slot's sum; null where Python must.
+  std::shared_ptr<BackwardPass> task_to_write(const Slot& slot);
+  // The sum that a module may write to, or undefined.
+  at::Tensor sum_to_write(const Slot& slot) const;
+  bool multiply(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right, ProductMethod method,
+                double scale, double beta);
+  void note_written(Slot& slot, const at::Tensor& sum, bool is_new);
+
+  const AddFlat add_;
+  const std::shared_ptr<Sums> sums_;
+  const std::shared_ptr<WindowState> window_;
+  const Callbacks callbacks_;
+  std::recursive_mutex mutex_;  // an operator may run Python, which may call back
+  LaunchQueue queue_;
+  std::unordered_map<int, std::shared_ptr<BackwardPass>> tasks_;
+  std::optional<Plan> plan_;
+  std::unordered_set<std::string> conditions_;
+  bool rounds_stochastically_ = false;
+  bool postpones_ = false;
+  bool on_gpu_ = false;
+  std::atomic<bool> is_bypassed_{false};
+  std::vector<SlotPointer> slots_;
+};
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,152 @@
+"""The engine where the native one is missing: autograd stores each gradient, and Python adds it from there.
+
+Every loop works and p.grad is the same at the same time, but nothing is saved. The methods are those of
+`Engine` in csrc/autograd/engine.h, which describes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.torch_private import current_graph_task, queue_callback, runs_as_written
+
+
+class FallbackEngine:
+    """Leaves all gradients to autograd."""
+
+    #: The hooks see that compiled autograd runs a backward pass, and `begin` says so.
+    is_bypassed = False
+
+    def __init__(
+        self,
+        sums: Any,
+        window: Any,
+        *,
+        begin: Callable[[], Any],
+        receive: Callable[..., bool],
+        stored: Callable[[Any], None],
+        finish: Callable[[Any], None],
+        **of_native: Any,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._begin = begin
+        self._receive = receive
+        self._stored = stored
+        self._finish = finish
+        self._tasks: Any = {}  # by graph task
+        #: Each task's callback, which only autograd's engine keeps alive: it is gone once the task failed.
+        self._callbacks: dict[Any, weakref.ref] = {}
+        self._handles: dict[Any, list[Any]] = {}
+        #: The slots whose gradient is added as soon as their node has run in the given graph task.
+        self._collects: dict[Any, int] = {}
+        self._slots: Sequence[Any] = ()
+
+    def attach(self, slot: Any, node: Any) -> None:
+        """Put hooks on the slot's AccumulateGrad node."""
+        engine = weakref.ref(self)
+
+        @runs_as_written
+        def before(gradients: tuple[Tensor | None]) -> None:
+            owner = engine()
+            if owner is not None and slot.param.requires_grad and owner.enter() is not None:
+                with owner.lock:
+                    owner._receive(slot, gradients[0], "no_engine", False)
+
+        @runs_as_written
+        def after(*gradients: Any) -> None:
+            owner = engine()
+            if owner is not None and owner._collects.get(slot) == current_graph_task():
+                del owner._collects[slot]
+                with owner.lock:
+                    owner._stored(slot)
+
+        self._handles[slot] = [node.register_prehook(before), node.register_hook(after)]
+
+    def detach(self, slot: Any) -> None:
+        for handle in self._handles.pop(slot, ()):
+            handle.remove()
+
+    def collect_after_node(self, slot: Any) -> None:
+        self._collects[slot] = current_graph_task()
+
+    def current_task(self) -> Any:
+        return self._tasks.get(current_graph_task())
+
+    def enter(self) -> Any:
+        with self.lock:
+            identity = current_graph_task()
+            task: Any = self._tasks.get(identity)
+            if task is None and identity != -1:
+                task = self._begin()
+                if task is not None:
+                    task.identity = identity
+                    self._tasks[identity] = task
+                    self.call_back(task)
+            return task
+
+    def tasks(self) -> list[Any]:
+        return list(self._tasks.values())
+
+    def has_failed(self, task: Any) -> bool:
+        return self._callbacks[task]() is None
+
+    def call_back(self, task: Any) -> None:
+        callback = functools.partial(_finish, weakref.ref(self), task)
+        self._callbacks[task] = weakref.ref(callback)
+        queue_callback(callback)
+
+    def drop(self, task: Any) -> bool:
+        if self._tasks.get(task.identity) is not task:
+            return False
+        del self._tasks[task.identity]
+        del self._callbacks[task]
+        return True
+
+    def set_slots(self, slots: Sequence[Any]) -> None:
+        self._slots = list(slots)
+
+    def any_gradient(self) -> bool:
+        return any(slot.param.grad is not None for slot in self._slots)
+
+    def are_as_seen(self) -> bool:
+        return False
+
+    def reason_for(self, slot: Any) -> str:
+        if not slot.param.requires_grad:
+            return "frozen"
+        if not slot.param.is_leaf:
+            return "not_a_leaf"
+        if slot.sharded:
+            return "sharded"
+        return "in_module" if slot.has_path else "no_engine"
+
+    def step(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
+        return False
+
+    def zero_grad(self) -> bool:
+        return False
+
+    def begin_update(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
+        return False
+
+    def clear_used(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
+        return False
+
+    def _do_nothing(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: nothing waits, and Python begins and ends all backward passes."""
+
+    settle = flush = join = go_on = stop = set_condition = _do_nothing
+    set_rounds_stochastically = set_postpones = _do_nothing
+
+
+def _finish(engine: weakref.ref[FallbackEngine], task: Any) -> None:
+    """End a task, unless it was dropped."""
+    owner = engine()
+    if owner is not None and owner._tasks.get(task.identity) is task:
+        owner._finish(task)

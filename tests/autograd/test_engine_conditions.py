@@ -1,0 +1,183 @@
+"""What the engine may do without Python, and what it must leave to Python."""
+
+import threading
+
+import pytest
+import torch
+from loops import failing
+from torch import nn
+
+import fusedacc
+from fusedacc.kernels import native_module
+
+STEPS = 6
+PATIENCE = 120
+needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
+
+
+def training(steps: int | None = STEPS, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, fusedacc.AccumulatingOptimizer(inner, steps, **options)
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def micro_batches(model: nn.Module, optimizer, number: int) -> None:
+    for seed in range(number):
+        loss_of(model, seed).backward()
+        optimizer.step(), optimizer.zero_grad()
+
+
+def sums(optimizer) -> list[torch.Tensor]:
+    grads = optimizer._accumulators.grads
+    return [grads.current(slot).clone() for slot in optimizer._slots]
+
+
+@needs_native
+@pytest.mark.parametrize("steps", [STEPS, None])
+def test_a_backward_inside_ignore_does_not_count_after_one_of_another_thread_has_ended(steps):
+    model, optimizer = training(steps)
+    if steps is not None:
+        micro_batches(model, optimizer, 2)
+    inside, ignored = threading.Event(), threading.Event()
+
+    def wait(gradient):
+        if threading.current_thread() is thread:
+            inside.set()
+            assert ignored.wait(PATIENCE)
+
+    thread = threading.Thread(target=lambda: loss_of(model).backward())
+    model.weight.register_hook(wait)
+    optimizer._engine.stop()  # as after any unusual event
+    thread.start()
+    assert inside.wait(PATIENCE)
+    with optimizer.ignore():
+        ignored.set()
+        thread.join(PATIENCE)
+        before = sums(optimizer)
+        loss_of(model, 7).backward()
+    assert all(map(torch.equal, sums(optimizer), before))
+
+
+@needs_native
+def test_a_tainted_window_stays_tainted_after_another_backward():
+    model, optimizer = training()
+    micro_batches(model, optimizer, 2)
+    with failing(model.weight):
+        loss_of(model).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="discard"):
+            optimizer.step()
+        loss_of(model).backward()
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_in_mid_window_can_be_differentiated():
+    model, optimizer = training()
+    micro_batches(model, optimizer, 2)
+    loss_of(model).backward(create_graph=True)
+    second = torch.autograd.grad(model.weight.grad.square().sum(), model.weight)[0]
+    assert second.abs().sum() > 0
+    model.zero_grad()
+    optimizer.discard()
+
+
+@needs_native
+def test_what_ignore_has_left_is_gone_after_a_counted_backward():
+    model, optimizer = training()
+    micro_batches(model, optimizer, 2)
+    with optimizer.ignore():
+        loss_of(model, 7).backward()
+    assert model.weight.grad is not None
+    optimizer._capture._let_go_on()  # as a backward pass of another thread does when it ends
+    loss_of(model).backward()
+    assert model.weight.grad is None
+
+
+class Returns(torch.autograd.Function):
+    """Gives its parameter a gradient of another dtype."""
+
+    @staticmethod
+    def forward(ctx, param, dtype):
+        ctx.dtype = dtype
+        return param.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full((4, 5), 3.0, dtype=ctx.dtype), None
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float32])
+def test_gradients_of_another_dtype_than_the_parameters(dtype):
+    param = nn.Parameter(torch.zeros(4, 5, dtype=torch.bfloat16))
+    inner = torch.optim.SGD([param], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, accumulate_dtype=torch.float32, reduction="sum")
+    for _ in range(STEPS):
+        Returns.apply(param, dtype).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert torch.equal(param, torch.full_like(param, -3.0 * STEPS))
+
+
+@needs_native
+@pytest.mark.parametrize("where", ["parameter", "node"])
+def test_a_hook_sees_a_gradient_of_weight_0(where):
+    model, optimizer = training(reduction="weighted")
+    seen = []
+    if where == "parameter":
+        model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is not None))
+    else:
+        node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *gradients: seen.append(model.weight.grad is not None))
+    for weight in (1.0, 0.0):
+        with optimizer.accumulate(weight=weight):
+            loss_of(model).backward()
+        optimizer.step()
+    assert seen == [True, True]
+
+
+@needs_native
+def test_a_micro_batch_of_weight_0_adds_nothing_that_is_not_finite():
+    model, optimizer = training(reduction="weighted")
+    for weight in (1.0, 0.0):
+        with optimizer.accumulate(weight=weight):
+            (loss_of(model) / weight if weight else loss_of(model) * float("inf")).backward()
+        optimizer.step()
+    assert all(bool(total.isfinite().all()) for total in sums(optimizer))
+
+
+@needs_native
+def test_an_addition_changes_the_version_of_p_grad():
+    model, _ = training(steps=None)
+    loss_of(model).backward()
+    for _ in range(2):
+        before = [p.grad._version for p in model.parameters()]
+        loss_of(model).backward()
+        after = [p.grad._version for p in model.parameters()]
+        assert all(version > former for version, former in zip(after, before, strict=True))
+
+
+@needs_native
+def test_discard_inside_a_backward_ends_it():
+    model, optimizer = training()
+    micro_batches(model, optimizer, 2)
+    handle = model.weight.register_hook(lambda gradient: optimizer.discard())
+    loss_of(model).backward()
+    handle.remove()
+    optimizer.discard()
+    assert not optimizer._engine.tasks()
+    micro_batches(model, optimizer, 2)
+    assert optimizer.micro_step == 2
+
+
+@needs_native
+def test_a_step_without_a_backward_does_not_count():
+    model, optimizer = training()
+    micro_batches(model, optimizer, 2)
+    optimizer.step(), optimizer.zero_grad()
+    assert optimizer.micro_step == 2

@@ -1,0 +1,424 @@
+"""Mutants of the engine that adds gradients and ends backward passes, in C++ and in Python.
+
+`emulation/mutants.py` has those that need a GPU.
+"""
+
+from mutant import read_mutants
+
+ENGINE_BREAKS = read_mutants(
+    r"""
+csrc/autograd:
+tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_deferred_scale.py
+# the engine goes on with a tainted window
+-withheld || tainted || deferred
++withheld || deferred
+# the engine goes on inside a schedule's step()
+-deferred || in_schedule);
++deferred);
+# an interrupted backward pass leaves no taint
+-tainted = "an exception has interrupted a backward";
++
+# a micro-batch that the engine counts leaves its flags
+-    usual_backwards = num_backwards;
+-    begin_micro_batch();
++    usual_backwards = num_backwards;
++    ran = false;
+# the engine goes on under a condition that forbids it
+-window_->number) && conditions_.empty() &&
++window_->number) &&
+# the engine goes on after a backward pass of compiled autograd
+-!is_watched && !is_bypassed_ &&
++!is_watched &&
+# the engine goes on while p.grad holds what ignore() has left
+-window_->is_plain() && sums_->num_ignored == 0;
++window_->is_plain();
+# the engine begins the first backward pass of a window
+-  if (is_first && (!plan_->repeats || sums_->exposed)) return false;
+# Python begins all backward passes of a manual loop
+-  if (sums_->always_exposed) return true;
+# the engine begins a backward pass with a recorded graph
+-!may_go_on() || at::GradMode::is_enabled()) return
++!may_go_on()) return
+# the engine begins the last backward pass of a window
+-return !is_last() || (plan_->repeats
++return true || (plan_->repeats
+# gradients of a micro-batch of weight 0 are added
+-reason == Reason::kAbsent || task->drops
++reason == Reason::kAbsent
+# gradients are taken in a backward pass that autograd handles
+-      !task->captures || reason == Reason::kReducedOutside
++      reason == Reason::kReducedOutside
+# a gradient of weight 0 is kept from a reducer
+-|| reason == Reason::kReducedOutside || reason
++|| reason
+# a gradient of weight 0 is kept from a post-accumulate hook
+- || reason == Reason::kPostAccumulateHook;
++;
+# the gradients of a frozen parameter are taken
+-  if (!parameter.requires_grad()) return Reason::kFrozen;
+-  if (slot.may_be_reduced_outside && has_post_hook(node))
++  if (slot.may_be_reduced_outside && has_post_hook(node))
+# a reducer outside sees no gradient
+-  if (slot.may_be_reduced_outside && has_post_hook(node)) return Reason::kReducedOutside;
+# post-accumulate hooks see no gradient
+-  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+-  if (!gradient.defined())
++  if (!gradient.defined())
+# kernels add what is no ordinary tensor
+-  if (!is_plain(gradient)) return Reason::kNotPlain;
+# kernels add a gradient of another dtype than the parameter's
+-gradient.scalar_type() != slot.dtype || gradient.device()
++gradient.device()
+# explain() finds no frozen parameter
+-  if (!parameter.requires_grad()) return Reason::kFrozen;
+-  if (!parameter.is_leaf())
++  if (!parameter.is_leaf())
+# explain() finds no hook of a reducer
+-node && has_post_hook(*node)
++node && false
+# explain() finds no post-accumulate hook
+-  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+-  if (slot.needs_eager)
++  if (slot.needs_eager)
+# explain() finds no sparse gradient
+-  if (slot.needs_eager) return Reason::kNeedsEager;
+-  if (!slot.has_path)
++  if (!slot.has_path)
+# explain() finds no hook on a weight
+-has_hooks(parameter) ? Reason::kWeightHook :
++false ? Reason::kWeightHook :
+# a layout that is not strided is plain
+-tensor.layout() == at::kStrided && !tensor.key_set
++!tensor.key_set
+# a subclass is plain
+-      c10::DispatchKey::Python,
+# a tensor inside vmap is plain
+-      c10::DispatchKey::FuncTorchBatched,
+# a tensor inside grad() is plain
+-      c10::DispatchKey::FuncTorchGradWrapper,
+# a functional tensor is plain
+-      c10::DispatchKey::Functionalize,
+# a lazily conjugated tensor is plain
+-      c10::DispatchKey::Conjugate,
+# a lazily negated tensor is plain
+-      c10::DispatchKey::Negative,
+# a tensor of zeros without memory is plain
+-      c10::DispatchKey::ZeroTensor,
+# a shared gradient becomes the sum
+-return references == 1 || (references == 2
++return references >= 1 || (references == 2
+# a gradient that Python refers to becomes the sum
+-return wrapper.has_unique_reference() &&
++return
+# a gradient that is a subclass becomes the sum
+- &&
+-           reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass
++
+# a sum has a gradient's layout
+-if (!same_layout(gradient, parameter) || !is_plain(gradient)
++if (!is_plain(gradient)
+# a gradient with a graph becomes the sum
+-!is_plain(gradient) || gradient.requires_grad()) return
++!is_plain(gradient)) return
+# a view of memory that others use becomes the sum
+-users == 2 && gradient._base().use_count() == 1
++true
+# a view of a tensor that others refer to becomes the sum
+-users == 2 && gradient._base().use_count() == 1
++users == 2
+# a gradient that shares its memory becomes the sum
+- : users == 1;
++ : true;
+# tensors with gaps in their memory are added flat
+-a.strides() == b.strides() && a.is_non_overlapping_and_dense()
++a.strides() == b.strides()
+csrc/autograd:
+tests/autograd tests/optimizer/test_middle_of_window.py tests/accumulators
+tests/nn/test_native_functions.py
+# a sum of inference mode is given to a kernel
+-is_plain(sum) && !sum.is_inference();
+-  if (!fits ||
++is_plain(sum);
++  if (!fits ||
+# an addition to a sum leaves no taint if the backward pass fails
+-  task->added = true;
+-  run(slot, sum, gradient, {scale
++  run(slot, sum, gradient, {scale
+# a gradient that Python adds leaves no taint if the backward pass fails
+-    task->added = true;
+-    task->in_python = true;
++    task->in_python = true;
+# the engine adds with a backend that is not native
+-return !slot.is_native || is_watched
++return is_watched
+# the engine adds where traffic is measured
+-is_watched || rounds_stochastically_ ||
++rounds_stochastically_ ||
+# the engine rounds stochastic sums to nearest
+-is_watched || rounds_stochastically_ ||
++is_watched ||
+# a gradient of another dtype becomes the sum
+-gradient.scalar_type() == dtype && is_unshared
++is_unshared
+# a gradient that others refer to becomes the sum
+-gradient.scalar_type() == dtype && is_unshared && is_adop
++gradient.scalar_type() == dtype && is_adop
+# a sum that users see waits for its scale
+-scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype))
++scale.is_one() || is_deferrable(scale, dtype)
+# a first gradient is scaled in a pass of its own
+-scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype))
++scale.is_one()
+# the scale of a first gradient is lost
+-    slot->beta = scale;
++
+# a first gradient is added to old memory
+-{scale, Number(), /*overwrites=*/true}
++{scale, Number(), /*overwrites=*/false}
+# a scale that is no power of two is deferred in bfloat16
+- && std::frexp(scale.value, &exponent) == 0.5
++
+# gradients of another layout are added flat
+-addition.beta.on_host() && same_layout(gradient, sum);
++addition.beta.on_host();
+# a flat addition forgets the deferred scale
+-{addition.scale.value, addition.beta.value}
++{addition.scale.value, 1.0}
+# an addition forgets the deferred scale
+-{scale, slot->beta}, is_unshared
++{scale, Number()}, is_unshared
+# a deferred scale is applied twice
+-  slot.beta = Number();
+# gradients are added with the scale before the window's last change
+-return {task->scale.value * window_->sum_scale.value, at::Tensor()};
++return {task->scale.value, at::Tensor()};
+# the engine ends a backward pass that Python has begun
+-task->in_python || tasks_.size() > 1
++tasks_.size() > 1
+# what autograd has stored between micro-batches stays in p.grad
+-  if (!sums_->always_exposed && any_gradient()) return false;
+# Python ends every backward pass of a manual loop
+-if (!sums_->always_exposed && any_gradient())
++if (any_gradient())
+# a backward pass that the engine ends does not count
+-  window_->ran = true;
+-  ++window_->num_backwards;
++  ++window_->num_backwards;
+# the engine does not count backward passes
+-  ++window_->num_backwards;
+# a hook that is no longer in force takes gradients
+-return found && found->node == node_ ? found
++return found ? found
+# hooks of ours count as those of a reducer
+-dynamic_cast<const AfterNode*>(hook.get()) == nullptr
++hook != nullptr
+# an empty dictionary counts as hooks
+-(!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0)
++true
+# compiled autograd passes by the hooks unseen
+-    if (engine) engine->note_bypass();
+# a node gets a hook each time it is armed
+-  if (find_hook(node->pre_hooks(), engine, slot) != nullptr) return;
+# the engine waits for its lock with the GIL
+-    const py::gil_scoped_release released;  // a thread
++    // a thread
+# step() waits for the lock of a backward pass
+-(mutex_, std::try_to_lock);  // another
++(mutex_);  // another
+csrc/autograd:
+tests/optimizer/test_middle_of_window.py tests/optimizer/test_changed_groups.py
+tests/optimizer/test_contract.py
+# step() counts without a backward pass
+-if (!plan_ || !tasks_.empty() || !window_->ran || window_
++if (!plan_ || !tasks_.empty() || window_
+# step() counts the last micro-batch of a window
+- || window_->micro_step + 1 >= plan_->steps) return false;
++) return false;
+# step() counts where Python must
+-if (!may_go_on() || !have_parameters(
++if (!have_parameters(
+# step() counts with parameter groups that were changed
+-!have_parameters(groups, known) || any_gradient()) return
++any_gradient()) return
+# step() counts without gradients that were put into p.grad
+-!have_parameters(groups, known) || any_gradient()) return
++!have_parameters(groups, known)) return
+# a group with more parameters goes unseen
+-    if (PyList_GET_SIZE(params) != PyList_GET_SIZE(expected)) return false;
+# zero_grad() does nothing after a backward pass without step()
+-if (!plan_ || !tasks_.empty() || window_->ran) return
++if (!plan_ || !tasks_.empty()) return
+# zero_grad() does nothing in a full window
+-return 0 < window_->micro_step && window_->micro_step < plan_->steps &&
++return 0 < window_->micro_step &&
+csrc/autograd:
+tests/nn/test_native_functions.py tests/nn/test_autograd.py tests/nn/test_model_training.py
+tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
+# modules write products that are postponed
+-if (postpones_ || slot.is_begun || slot.needs_eager) return nullptr;
++if (slot.is_begun || slot.needs_eager) return nullptr;
+# modules write to a sum beside a stack that is begun
+-postpones_ || slot.is_begun || slot.needs_eager
++postpones_ || slot.needs_eager
+# modules write to sums that only plain torch can add to
+-slot.is_begun || slot.needs_eager) return nullptr;
++slot.is_begun) return nullptr;
+# modules write in a backward pass that autograd handles
+-task && task->captures && !task->drops && task->scale
++task && !task->drops && task->scale
+# modules write a gradient of weight 0
+-task->captures && !task->drops && task->scale
++task->captures && task->scale
+# modules take a scale on a device for 1
+-!task->drops && task->scale.on_host() &&
++!task->drops &&
+# modules take a window's scale on a device for 1
+-window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
++!adds_in_python(slot, task->scale);
+# modules write where Python must add
+-window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
++window_->sum_scale.on_host();
+# modules make a sum outside its bucket
+-return slot.in_reduce_bucket ? at::Tensor() : slot.new_sum();
++return slot.new_sum();
+# modules write to a sum of another dtype
+-sum.device() == *slot.device && sum.scalar_type() == slot.accumulate_dtype
++sum.device() == *slot.device
+# modules write to a sum that is no ordinary tensor
+-is_plain(sum) && !sum.is_inference() && slot.beta
++!sum.is_inference() && slot.beta
+# modules write to a sum of inference mode
+-is_plain(sum) && !sum.is_inference() && slot.beta
++is_plain(sum) && slot.beta
+# modules take a deferred scale on a device for 1
+- && slot.beta.on_host();
++;
+# modules write a product without rows
+-if (left.size(0) == 0 || left.dim() != 2) return false;
++if (left.dim() != 2) return false;
+# modules write to sums with gaps in their memory
+- || !(sum.is_contiguous() || sum.t().is_contiguous())
++
+# modules write a product of dtypes without a kernel
+-  if (!are_pair(left.scalar_type(), sum.scalar_type())) return false;
+# modules write a product of the sum itself
+-  if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
+# modules write products with the scale before the window's last change
+-const double scale = task->scale.value * window_->sum_scale.value;
++const double scale = task->scale.value;
+# a first product is added to old memory
+-is_new ? 0 : slot->beta.value
++slot->beta.value
+# a product leaves no taint if the backward pass fails
+-  if (!multiply(sum, left, right, method, scale, beta)) return false;
+-  task->added = true;
++  if (!multiply(sum, left, right, method, scale, beta)) return false;
+# modules multiply by a deferred scale as the BLAS of a CPU rounds
+-    if (sum.is_cpu() && beta != 1 && beta != 0)
+-      return false;  // a CPU's
++    // a CPU's
+# modules add rows to a sum that waits for its scale
+- || !(is_new || slot->beta.is_one()))
++)
+# modules add rows to old memory
+-  if (is_new) sum.zero_();
+# modules add rows of the sum itself
+- || gradients.is_alias_of(sum)) return false;
++) return false;
+# modules add rows with the scale before the window's last change
+-task->scale.value * window_->sum_scale.value,
+-                   padding
++task->scale.value,
++                   padding
+# modules write to a weight whose node was replaced
+-end != nullptr && end == sum_->slot()->node
++end != nullptr
+# a compiled graph writes to a weight that autograd does not differentiate by
+-  if (graph->count(const_cast<torch::autograd::Node*>(end)) != 0) end_ = end;
++  end_ = end;
+# modules write in torch.autograd.grad()
+-wanted == nullptr || !wanted->empty() || at::GradMode
++wanted == nullptr || at::GradMode
+# modules write in a backward pass with a recorded graph
+-!wanted->empty() || at::GradMode::is_enabled() ||
++!wanted->empty() ||
+# modules write where anomalies are detected
+- ||
+-      torch::autograd::AnomalyMode::is_enabled()) {
++) {
+# modules write to a frozen weight
+-return weight.requires_grad() && !has_hooks(weight)
++return !has_hooks(weight)
+# modules hide the gradient from a weight's hooks
+-!has_hooks(weight) && !has_post_accumulate_hook(weight) &&
++!has_post_accumulate_hook(weight) &&
+# modules hide the gradient from a weight's post-accumulate hooks
+-!has_hooks(weight) && !has_post_accumulate_hook(weight) &&
++!has_hooks(weight) &&
+# modules hide the gradient from a reducer
+- &&
+-         !(sum_->slot()->may_be_reduced_outside && has_post_hook(*end_));
++;
+# no module writes to the sums of data_parallel=
+-sum_->slot()->may_be_reduced_outside && has_post_hook(*end_)
++has_post_hook(*end_)
+csrc/autograd:
+tests/autograd/test_ignored.py tests/optimizer/test_contract.py tests/accumulators
+tests/autograd/test_engine.py
+# the sum of a backward in another thread is what ignore() has left
+-  slot.is_aside = false;
+# a sum that was published is not counted
+-  num_published += (state == GradState::kPublished) - (slot.grad_state == GradState::kPublished);
+# a gradient that ignore() has left is not counted
+-  num_ignored += (state == GradState::kIgnored) - (slot.grad_state == GradState::kIgnored);
+# a gradient that was set aside counts as the sum
+- || slot.is_aside) {
++) {
+# what autograd stores counts as the sum
+-!always_exposed || slot.grad_state == GradState::kAutogradPending ||
++!always_exposed ||
+# a copy for the update counts as the sum
+-return slot.is_placed(gradient) ? slot.accumulator : gradient;
++return gradient;
+# a new sum shows in p.grad, where autograd is to store
+-(always_exposed && slot.grad_state != GradState::kAutogradPending)
++always_exposed
+# a new sum has the layout of its parameter, with its gaps
+-  if (tensor.is_non_overlapping_and_dense())
+-    return
++  return
+# what the user has put into p.grad does not count
+-if (grad_state == GradState::kNotOurs || grad_state
++if (grad_state
+# a version that was not noted is the first
+-placed.is_inference() ? 0 : placed._version()
++0
+fusedacc/engine:
+tests/autograd/test_new_nodes.py tests/autograd/test_engine.py
+tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
+# without the engine, gradients are collected in a backward pass inside theirs
+-owner._collects.get(slot) == current_graph_task()
++slot in owner._collects
+# without the engine, gradients wait in p.grad for the end of the backward pass
+-                    owner._stored(slot)
++                    pass
+# without the engine, a backward pass that has failed is not forgotten
+-return self._callbacks[task]() is None
++return False
+# without the engine, gradients of a frozen parameter are awaited
+-slot.param.requires_grad and owner.enter() is not None
++owner.enter() is not None
+# without the engine, a task that was dropped ends
+-self._tasks.get(task.identity) is not task
++False
+# without the engine, a hook stays on its node
+-            handle.remove()
++            pass
+# without the engine, a task ends after discard()
+-if owner is not None and owner._tasks.get(task.identity) is task:
++if owner is not None:
+# without the engine, hooks are traced inside a compiled function
+-        @runs_as_written
+         def before
+"""
+)
