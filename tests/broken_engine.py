@@ -193,19 +193,18 @@ tests/nn/test_native_functions.py
 -return {task->scale.value * window_->sum_scale.value, at::Tensor()};
 +return {task->scale.value, at::Tensor()};
 # the engine ends a backward pass that Python has begun
--task->in_python || tasks_.size() > 1
-+tasks_.size() > 1
+-!task->in_python && tasks_.size() == 1
++tasks_.size() == 1
 # what autograd has stored between micro-batches stays in p.grad
--  if (!sums_->always_exposed && any_gradient()) return false;
+-plan_ && !is_unexpected && 
++plan_ && 
 # Python ends every backward pass of a manual loop
--if (!sums_->always_exposed && any_gradient())
-+if (any_gradient())
+-is_unexpected = !sums_->always_exposed && any_gradient()
++is_unexpected = any_gradient()
 # a backward pass that the engine ends does not count
--  window_->ran = true;
--  ++window_->num_backwards;
-+  ++window_->num_backwards;
+-        window_->ran = true;
 # the engine does not count backward passes
--  ++window_->num_backwards;
+-        ++window_->num_backwards;
 # a hook that is no longer in force takes gradients
 -return found && found->node == node_ ? found
 +return found ? found
@@ -310,9 +309,9 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 -is_new ? 0 : slot->beta.value
 +slot->beta.value
 # a product leaves no taint if the backward pass fails
--  if (!multiply(sum, left, right, method, scale, beta)) return false;
--  task->added = true;
-+  if (!multiply(sum, left, right, method, scale, beta)) return false;
+-  task->added = true;  // also if it fails half-way
+-  if (!multiply(
++  if (!multiply(
 # modules multiply by a deferred scale as the BLAS of a CPU rounds
 -    if (sum.is_cpu() && beta != 1 && beta != 0)
 -      return false;  // a CPU's

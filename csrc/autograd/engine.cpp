@@ -49,10 +49,7 @@ py::object or_none(const at::Tensor& tensor) {
 
 // Whether a CUDA graph is being captured on the current stream. Needs the GIL.
 bool is_capturing() {
-  static const py::handle function = [] {
-    return py::getattr(py::module_::import("torch.cuda"), "is_current_stream_capturing").release();
-  }();
-  return function().cast<bool>();
+  return py::module_::import("torch.cuda").attr("is_current_stream_capturing")().cast<bool>();
 }
 
 // Whether multiplying a sum later gives the same bits as multiplying it now, as `is_deferrable` in
@@ -238,12 +235,13 @@ bool Engine::adds_in_python(const Slot& slot, const Number& scale) const {
 
 bool Engine::add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot,
                  const at::Tensor& parameter, const at::Tensor& gradient, bool is_unshared) {
+  if (slot->waits) queue_.flush();  // Python may make the sum, or apply its deferred scale
   const Number scale = scale_of(task, gradient.device());
   const at::Tensor sum = sums_->current(*slot);
   if (adds_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
     task->added = true;
     task->in_python = true;
-    queue_.add_in_python(slot, gradient, task, is_unshared);
+    queue_.add_in_python(slot, gradient, task, /*may_wait=*/is_unshared);
     return true;
   }
   if (gradient.sizes() != parameter.sizes()) return false;
@@ -329,8 +327,8 @@ bool Engine::add_product(const SlotPointer& slot, const at::Tensor& left, const 
   const double scale = task->scale.value * window_->sum_scale.value;
   const double beta = is_new ? 0 : slot->beta.value;
   if (!sum.is_cpu()) queue_.write(slot);
+  task->added = true;  // also if it fails half-way
   if (!multiply(sum, left, right, method, scale, beta)) return false;
-  task->added = true;
   note_written(*slot, sum, is_new);
   return true;
 }
@@ -379,8 +377,8 @@ bool Engine::add_rows(const SlotPointer& slot, const at::Tensor& rows, const at:
   torch::jit::Stack stack;
   torch::jit::push(stack, sum, named, terms, c10::IValue(), task->scale.value * window_->sum_scale.value,
                    padding, by_frequency);
+  task->added = true;  // also if it fails half-way
   operation.callBoxed(stack);
-  task->added = true;
   note_written(*slot, sum, is_new);
   return true;
 }
@@ -458,28 +456,26 @@ void Engine::call_back(const std::shared_ptr<BackwardPass>& task) {
 
 void Engine::finish(const std::shared_ptr<BackwardPass>& task) {
   try {
-    if (try_finish(task)) return;
+    const Lock lock(mutex_);
+    const auto found = tasks_.find(task->identity);
+    if (found == tasks_.end() || found->second != task) return;  // `discard()` has dropped it
+    if (!task->in_python && tasks_.size() == 1) {
+      queue_.join();
+      // A parameter may have got another node, without our hook.
+      const bool is_unexpected = !sums_->always_exposed && any_gradient();
+      if (plan_ && !is_unexpected && (!is_last() || publish())) {
+        queue_.forget();
+        tasks_.erase(found);
+        window_->ran = true;
+        ++window_->num_backwards;
+        return;
+      }
+    }
   } catch (python_error& error) {  // raised by Python code that an operator has called
     error.persist();               // another thread may report it
     throw;
   }
   with_gil([&] { py::handle(callbacks_.finish)(task); });
-}
-
-bool Engine::try_finish(const std::shared_ptr<BackwardPass>& task) {
-  const Lock lock(mutex_);
-  const auto found = tasks_.find(task->identity);
-  if (found == tasks_.end() || found->second != task) return true;  // `discard()` has dropped it
-  if (task->in_python || tasks_.size() > 1) return false;
-  queue_.join();
-  // A parameter may have got another node, without our hook.
-  if (!sums_->always_exposed && any_gradient()) return false;
-  if (!plan_ || (is_last() && !publish())) return false;
-  queue_.forget();
-  tasks_.erase(found);
-  window_->ran = true;
-  ++window_->num_backwards;
-  return true;
 }
 
 bool Engine::drop(const std::shared_ptr<BackwardPass>& task) {
@@ -497,7 +493,17 @@ bool Engine::drop(const std::shared_ptr<BackwardPass>& task) {
 
 // Windows
 
+void Engine::go_on(Plan plan) {
+  plan.window = window_->number;
+  plan_ = plan;
+}
+
 void Engine::stop() { plan_.reset(); }
+
+void Engine::set_slots(std::vector<SlotPointer> slots) {
+  const Lock lock(mutex_);
+  std::swap(slots_, slots);
+}
 
 void Engine::set_condition(const std::string& name, bool holds) {
   if (holds) {
@@ -604,11 +610,11 @@ bool Engine::end_update() {
 bool Engine::clear_used(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
+  if (on_gpu_) return false;             // Python hooks new nodes if another stream is current
+  if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   if (!is_usual() || !plan_->updates_plainly || !tasks_.empty() || !sums_->consumed) return false;
   if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;
   if (!are_as_seen() || !shows_only_sums()) return false;
-  if (on_gpu_) return false;             // Python hooks new nodes if another stream is current
-  if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   for (const SlotPointer& slot : slots_) {
     slot->parameter().mutable_grad().reset();
     sums_->set_state(*slot, GradState::kNotOurs);

@@ -1,5 +1,5 @@
 // The engine of one wrapper: its hooks deliver gradients here, modules write products and rows, and each
-// backward pass begins and ends here. A plain window needs Python only to call the inner optimizer.
+// backward pass begins and ends here. A plain window on a CPU needs Python only to call the inner optimizer.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -51,7 +51,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // The Python functions that the engine calls. None refers strongly to an object that has the engine.
   struct Callbacks {
-    // Begins the running backward pass: returns its Task, or None if autograd is to handle it alone.
+    // Begins the running backward pass: returns its `BackwardPass`, or None if autograd is to handle it
+    // alone.
     PyObject* begin;
     // Handles a gradient: called with a slot, the gradient, the reason and whether only the engine of
     // autograd refers to it. Returns whether it was taken.
@@ -123,15 +124,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool updates_plainly = false;
     int64_t window = 0;  // the number of the window for which it was made
   };
-  void go_on(Plan plan) {
-    plan.window = window_->number;
-    plan_ = plan;
-  }
+  void go_on(Plan plan);
   // Python begins the next backward pass.
   void stop();
   // While there is such a condition, Python begins and ends all backward passes.
   void set_condition(const std::string& name, bool holds);
-  void set_slots(std::vector<SlotPointer> slots) { slots_ = std::move(slots); }
+  void set_slots(std::vector<SlotPointer> slots);
   // Run `step()` and `zero_grad()` in the middle of a window; false leaves that to Python. groups: of the
   // inner optimizer. known: the parameters of each group as Python has seen them last.
   bool step(const pybind11::list& groups, const pybind11::list& known);
@@ -179,19 +177,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<BackwardPass> begin(int identity);
   void queue_callback(const std::shared_ptr<BackwardPass>& task, std::shared_ptr<void> running);
   void finish(const std::shared_ptr<BackwardPass>& task);
-  bool try_finish(const std::shared_ptr<BackwardPass>& task);
-  bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason, bool is_sole);
+  bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason,
+                         bool is_unshared);
   void add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
                      const std::shared_ptr<BackwardPass>& task);
   // The factor of a task's gradients on the current stream of this device.
   Number scale_of(const std::shared_ptr<BackwardPass>& task, const c10::Device& device);
   // Adds an ordinary gradient; false where Python must.
   bool add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot, const at::Tensor& parameter,
-           const at::Tensor& gradient, bool is_sole);
+           const at::Tensor& gradient, bool is_unshared);
   void add_first(const SlotPointer& slot, const at::Tensor& parameter, const at::Tensor& gradient,
-                 const Number& scale, bool is_sole);
+                 const Number& scale, bool is_unshared);
   void run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, bool is_sole);
+           const Addition& addition, bool is_unshared);
   bool adds_in_python(const Slot& slot, const Number& scale) const;
   // The task in which a module may write to the slot's sum; null where Python must.
   std::shared_ptr<BackwardPass> task_to_write(const Slot& slot);

@@ -17,8 +17,8 @@ int32_t dtype_number(at::ScalarType dtype);
 // Whether there is a kernel that adds such gradients to such sums.
 bool are_pair(at::ScalarType gradient, at::ScalarType sum);
 
-// Whether only the engine of autograd refers to the gradient, so that no other code can change it. A gradient
-// from Python or from a compiled graph also has a Python wrapper.
+// Whether only the engine of autograd refers to the gradient. Its memory may be shared. A gradient from
+// Python or from a compiled graph also has a Python wrapper.
 bool is_sole(const at::Tensor& gradient);
 
 // Whether the gradient, which only the engine refers to, may become the parameter's sum: no other tensor

@@ -45,8 +45,8 @@ class LaunchQueue {
   LaunchQueue(int64_t limit, AddInPython add_in_python)
       : limit_(limit), add_in_python_(std::move(add_in_python)) {}
 
-  // Adds to the slot's sum on the current stream, with the next launch. may_wait: whether no other code can
-  // change the gradient until then.
+  // Adds to the slot's sum on the current stream, with the next launch. may_wait: whether no other tensor
+  // object is the gradient. Its memory may be shared: a hook must not write later to what it has returned.
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
            const Addition& addition, bool may_wait);
   // The same for a gradient that Python adds.

@@ -228,7 +228,7 @@ void define_engine(py::module_& module) {
           py::arg("scale"), py::arg("steps"), py::arg("repeats"), py::arg("updates_plainly"))
       .def("stop", &Engine::stop)
       .def("set_condition", &Engine::set_condition)
-      .def("set_slots", &Engine::set_slots)
+      .def("set_slots", &Engine::set_slots, without_gil)
       .def("step", &Engine::step)
       .def("zero_grad", &Engine::zero_grad)
       .def("begin_update", &Engine::begin_update)

@@ -1,8 +1,8 @@
 """Adds gradients to accumulators. The first gradient becomes the accumulator or is written into a buffer.
 
 Note [Who owns a gradient]
-A gradient that only this package refers to may become the accumulator as it is (`_adopt`,
-`param.is_sole`): no other code can write to it, or see it written. Every other gradient is read, not kept.
+A gradient that only this package refers to may become the accumulator as it is (`param.is_sole`): no other
+code can write to it, or see it written. Every other gradient is read, not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
 from .deferred_scale import is_one, to_device_of
 from .in_place import InPlaceWriter
-from .param import GradState, Lane, Slot, is_sole, new_sums, owns_memory
+from .param import GradState, Lane, Slot, is_sole, new_sums
 from .passes import Passes
 from .sparse_rows import append_rows, owned_rows, scaled
 
@@ -35,31 +35,17 @@ class Adder:
         self._deferred = passes.deferred
         self._noise = passes.noise
 
-    def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
-        """Whether a gradient can become the accumulator once only this package refers to it."""
-        if gradient.dtype is not slot.lane[2] or slot.in_reduce_bucket:
-            return False
-        if self._grads.current(slot) is not None:
-            return False
-        return slot.obeys_layout(gradient) and owns_memory(gradient)
-
-    def add(
-        self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number, adoptable: bool = False
-    ) -> None:
+    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         """Compute acc += scale * gradient for each slot of one lane, in one pass; the list of gradients is
         emptied.
 
         A first gradient becomes the accumulator, with a deferred scale, if it has the accumulate dtype and no
-        other code refers to it. scale: must not change afterwards. adoptable: whether only this list refers
-        to the gradients, each has memory that no other tensor shares, and each has its parameter's layout.
+        other code refers to it. scale: must not change afterwards.
         """
         if not slots:
             return
         with self._passes.lock:
             self._in_place.complete(slots)
-            if adoptable and self._adopt(slots, gradients, scale):
-                gradients.clear()
-                return
             self._add(slots, gradients, scale)
             gradients.clear()
 
@@ -71,24 +57,6 @@ class Adder:
             self._passes.add(accumulators, gradients, scale, slots, overwrite=False, exposed=grads.exposed)
         else:
             self._add_some_first(slots, gradients, scale)
-
-    def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> bool:
-        """Make each gradient its slot's accumulator, if no slot has one; else return False."""
-        _, gradient_dtype, dtype = slots[0].lane
-        if gradient_dtype != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed:
-            return False
-        for slot in slots:
-            if slot.accumulator is not None or slot.needs_eager or slot.in_reduce_bucket:
-                return False
-            if slot.grad_state == GradState.PUBLISHED:
-                return False
-        for slot, gradient in zip(slots, gradients, strict=True):
-            slot.accumulator = gradient
-        if not is_one(scale):
-            self._deferred.defer(slots, scale)
-        if self._noise.rounds(dtype):
-            self._noise.skip(slots)
-        return True
 
     def _add_eager_ones(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number

@@ -315,7 +315,9 @@ class Capture:
     def _let_go_on(self) -> None:
         """Let the engine handle the next backward passes, if they are like the last one."""
         middle = self._policy.middle()
-        if middle is not None:
+        if middle is None:
+            self.engine.stop()
+        else:
             self.engine.go_on(**middle._asdict())
 
     def add_pending(self, slots: Sequence[Slot]) -> None:

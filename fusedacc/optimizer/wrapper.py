@@ -272,7 +272,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             return None
         if torch_state.frame_compiler() is not None:
             return self._step_uncompiled(closure, arguments)
-        if plain and self._loop.end_plainly():
+        if plain and not torch.is_inference_mode_enabled() and self._loop.end_plainly():
             return None
         return self._step(closure, arguments)
 

@@ -24,7 +24,7 @@ def test_later_windows_are_added_on_the_stream_that_trains(dtype, monkeypatch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda().to(dtype)
     inner = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1.0, backend="eager")
     batches = [torch.randn(8, 64, device="cuda", dtype=dtype) for _ in range(12)]
     sides = [torch.cuda.Stream(), torch.cuda.Stream()]
     for number, batch in enumerate(batches):

@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "a backward pass of the engine ends without a wait",
         ENGINE,
-        "  queue_.join();\n  // A parameter may have",
-        "  queue_.flush();\n  // A parameter may have",
+        "      queue_.join();\n      // A parameter may have",
+        "      queue_.flush();\n      // A parameter may have",
         NATIVE,
     ),
     Mutant(
