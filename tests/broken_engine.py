@@ -166,7 +166,7 @@ tests/nn/test_native_functions.py
 # a sum that users see waits for its scale
 -scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype))
 +scale.is_one() || is_deferrable(scale, dtype)
-# a first gradient is scaled in a pass of its own
+# the engine scales each first gradient at once
 -scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype))
 +scale.is_one()
 # the scale of a first gradient is lost

@@ -310,7 +310,7 @@ def post_accumulate_hooks_come_and_go(run: Run) -> None:
 
 
 def node_of(param: nn.Parameter) -> Any:
-    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return torch.autograd.graph.get_gradient_edge(param).node
 
 
 @situation()

@@ -127,7 +127,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void go_on(Plan plan);
   // Python begins the next backward pass.
   void stop();
-  // While there is such a condition, Python begins and ends all backward passes.
+  // Record whether the named condition holds. While any does, Python begins and ends all backward passes.
   void set_condition(const std::string& name, bool holds);
   void set_slots(std::vector<SlotPointer> slots);
   // Run `step()` and `zero_grad()` in the middle of a window; false leaves that to Python. groups: of the

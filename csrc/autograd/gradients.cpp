@@ -51,7 +51,7 @@ bool is_idle(const Wrapper& wrapper) {
     return wrapper.has_unique_reference() &&
            reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
   } else {
-    return false;  // in this torch such a wrapper does not count as a reference
+    return false;  // this torch does not count the wrapper as a reference
   }
 }
 

@@ -27,7 +27,7 @@ _owners: dict[int, weakref.ref[HookRegistry]] = {}
 def accumulate_grad_node(param: Tensor) -> Any:
     """Return the AccumulateGrad node of a leaf that requires a gradient, or create one."""
     with torch.inference_mode(False), torch.enable_grad():
-        return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return torch.autograd.graph.get_gradient_edge(param).node
 
 
 class HookRegistry:

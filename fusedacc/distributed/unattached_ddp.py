@@ -58,7 +58,7 @@ class SynchronisationCheck:
             former = DistributedDataParallel._pre_forward
             ours = _noting(former)
             # DDP has no public hook that runs in each forward and sees `no_sync()`.
-            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]
+            DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]  # `close` restores it
             _replaced.append((former, ours))
 
     def __del__(self) -> None:

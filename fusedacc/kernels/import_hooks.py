@@ -37,7 +37,7 @@ class _Waiting(MetaPathFinder):
         spec = PathFinder.find_spec(name, path) if name == self.module else None
         if spec is not None and spec.loader is not None:
             run = functools.partial(self._run, spec.loader.exec_module)
-            spec.loader.exec_module = run  # type: ignore[method-assign]  # the loader is this spec's alone
+            spec.loader.exec_module = run  # type: ignore[method-assign]  # only this spec has the loader
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -149,7 +149,7 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
 
 def assume_constant_result(function: _Function) -> _Function:
     """Do the same as `torch.compiler.assume_constant_result`, which imports the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo reads it
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions may have any attribute
     return function
 
 

@@ -272,7 +272,7 @@ class Accumulation:
             self._grads.take_autograd_gradients([slot])  # p.grad is the accumulator again
 
     def _own(self, slot: Slot, gradient: Tensor) -> None:
-        """Give p.grad, to which autograd adds, the accumulate dtype and memory of its own."""
+        """Copy p.grad if it has another dtype than the accumulator or shares memory: autograd adds to it."""
         is_own = gradient.is_sparse or (gradient.dtype == slot.accumulate_dtype and owns_memory(gradient))
         if slot.may_publish() and not is_own:
             self._grads.publish(slot, gradient.to(slot.accumulate_dtype, copy=True))

@@ -30,7 +30,7 @@ needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{nati
 def test_the_engine_is_loaded_if_it_can_be_built():
     compiler = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
     if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        pytest.skip("no C++ compiler or no Python.h: there is no engine")
+        pytest.skip("the engine cannot be built: there is no C++ compiler or no Python.h")
     assert native_module.why_not() is None
 
 

@@ -37,7 +37,7 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
         assert spec is not None
         assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
         run = functools.partial(self.exec_module, spec.loader)
-        spec.loader.exec_module = run  # type: ignore[method-assign]  # the loader is this spec's alone
+        spec.loader.exec_module = run  # type: ignore[method-assign]  # only this spec has the loader
         return spec
 
     def exec_module(self, loader: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:

@@ -202,7 +202,7 @@ def test_what_a_message_tells_to_run_builds_what_is_missing(tmp_path: Path, comm
     if command == "pip install":
         # Do not import pip: setuptools would no longer replace distutils in this process, as Inductor needs.
         if not any(importlib.metadata.distributions(name="pip")):
-            pytest.skip("pip is not installed")
+            pytest.skip("this case runs pip, and pip is not installed")
         package = tmp_path / "installed"
         shutil.copytree(checkout / "fusedacc", package / "fusedacc")
     missing = run_installed(tmp_path, WHY_NOT, package.name)
