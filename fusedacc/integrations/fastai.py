@@ -59,7 +59,7 @@ class AccumulationCallback(FastaiCallback):
     Each update is the mean over the samples in its window, whatever the batch sizes. Hyper-parameters change
     only between windows: a window has those of its first batch, so `fit_one_cycle` and other schedules act as
     in a training whose batches are the windows. A partly filled window is discarded when a fit or an epoch is
-    cancelled.
+    cancelled; after an exception in a backward pass, when the next fit begins.
 
     Args:
         n_acc: samples per update, with `gradient_accumulation_steps=None` (the default of `OptFunc`); None if
@@ -96,6 +96,9 @@ class AccumulationCallback(FastaiCallback):
     def before_fit(self) -> None:
         _check(self.learn, self.n_acc)
         self._micro_batch.close()  # open after a backward that raised
+        self._optimizer._capture.drop_failed_backwards()
+        if self._optimizer._window.tainted is not None:
+            self._optimizer.discard()
         self._hypers = []
 
     def before_backward(self) -> None:

@@ -41,7 +41,7 @@ class Loop:
         masters: MasterWeights | None,
         pipeline: PipelineSteps,
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._parameters = parameters
         self._capture = capture
         self._registry = capture.registry
@@ -69,9 +69,14 @@ class Loop:
         """Return False: only a counted loop can end a window without Python's checks."""
         return False
 
-    def clears_like_torch(self) -> bool:
+    def clear_used(self) -> bool:
+        """Clear the gradients that an update has used, and return True, if nothing else is to be done."""
+        plain = self._clears_like_torch()
+        return plain and self._capture.engine.clear_used(self.inner.param_groups, self._parameters.seen)
+
+    def _clears_like_torch(self) -> bool:
         """Whether the inner optimizer's `zero_grad` is torch's own, which clears nothing but p.grad."""
-        return getattr(self._inner.zero_grad, "__func__", None) is Optimizer.zero_grad
+        return getattr(self.inner.zero_grad, "__func__", None) is Optimizer.zero_grad
 
     def leave_to_python(self, condition: str, holds: bool) -> None:
         """Let Python run every `step()`, and begin every backward pass, while a condition holds."""
@@ -94,8 +99,8 @@ class Loop:
 
     def clear_inner(self, set_to_none: bool) -> None:
         """Call the inner optimizer's `zero_grad` if it is not torch's: it may clear more than p.grad."""
-        method = self._inner.zero_grad
-        if self.clears_like_torch():
+        method = self.inner.zero_grad
+        if self._clears_like_torch():
             return
         parameters = inspect.signature(method).parameters.values()
         if any(p.name == "set_to_none" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -112,7 +117,7 @@ class Loop:
         self._parameters.forget_casts()
         self._window.clear()
         # The name that torch's zero_grad has in a profile (torch/optim/optimizer.py).
-        with record_function(f"Optimizer.zero_grad#{type(self._inner).__name__}.zero_grad"):
+        with record_function(f"Optimizer.zero_grad#{type(self.inner).__name__}.zero_grad"):
             self._accumulators.clear(set_to_none)
         self._registry.refresh()
 
@@ -132,7 +137,7 @@ class CountedLoop(Loop):
             window.check_untainted()
         self.sync_param_groups()
         window.has_updated = False
-        if not self._inner.state and self._update.is_asked_for_state():
+        if not self.inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 self._update.make_state()
             self._accumulators.grads.ignore_present(self._slots)
@@ -151,10 +156,10 @@ class CountedLoop(Loop):
         engine = self._capture.engine
         if self._parameters.must_choose_again:
             return False
-        if not engine.begin_update(self._inner.param_groups, self._parameters.seen):
+        if not engine.begin_update(self.inner.param_groups, self._parameters.seen):
             return False
         self._update.grad_norm = None
-        self._inner.step()
+        self.inner.step()
         if not engine.end_update():
             self._accumulators.grads.restore_p_grad()
         self._window.count_update()
@@ -167,7 +172,7 @@ class CountedLoop(Loop):
         if not (window.micro_step or window.ran):
             self._registry.refresh()
             self._accumulators.grads.mark_user_gradients()
-        if self._inner.defaults.get("differentiable"):
+        if self.inner.defaults.get("differentiable"):
             self._check_graphless()
         # Unsynchronised gradients wait in p.grad until a backward pass synchronises.
         if not (window.deferred or (window.unsynchronised and not window.ran)):
@@ -319,7 +324,7 @@ class ManualLoop(Loop):
         self._sync_and_note_gradients()
         self._accumulators.grads.clear_ignored()
         window.has_updated = False
-        if closure is None and not self._inner.state and self._update.is_asked_for_state():
+        if closure is None and not self.inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 return self._update.make_state()
         if window.in_context and window.ran:
@@ -382,7 +387,7 @@ class ManualLoop(Loop):
         self._publish_sums()
         self._accumulators.fill_p_grad(self._accumulators.sums_for_update())
         try:
-            return self._inner.step(evaluate, **arguments)
+            return self.inner.step(evaluate, **arguments)
         finally:
             update.release()
 

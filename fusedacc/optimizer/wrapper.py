@@ -268,7 +268,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
         # The engine runs a `step()` that only counts.
-        if plain and self._engine.step(self.__dict__["optimizer"].param_groups, self._parameter_set.seen):
+        if plain and self._engine.step(self._loop.inner.param_groups, self._parameter_set.seen):
             return None
         if torch_state.frame_compiler() is not None:
             return self._step_uncompiled(closure, arguments)
@@ -302,15 +302,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not (self._engine.zero_grad() or (set_to_none and self._clear_used())):
+        elif not (self._engine.zero_grad() or (set_to_none and self._loop.clear_used())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
-
-    def _clear_used(self) -> bool:
-        """Clear the gradients that an update has used, if nothing else is to be done."""
-        if not self._loop.clears_like_torch():
-            return False
-        return self._engine.clear_used(self.__dict__["optimizer"].param_groups, self._parameter_set.seen)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._closed:

@@ -187,12 +187,13 @@ def test_lr_find_leaves_the_training_as_it_was(tmp_path, steps):
     assert learn.opt.opt.num_updates == 3
 
 
-def test_a_fit_after_an_exception_in_a_backward():
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_fit_after_an_exception_in_a_backward(steps):
     def fail(gradient):
         raise KeyError("in the backward")
 
-    learn = learner()
-    # The second layer's gradients have come by then; they were not in the sums yet.
+    learn = learner(steps=steps)
+    # The second layer's gradients are in the sums by then, so the window must be dropped.
     handle = learn.model[0].register_forward_hook(lambda module, inputs, output: with_backward(output, fail))
     with pytest.raises(KeyError):
         case.fit(learn, 1)
