@@ -15,7 +15,7 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
       "bool[] overwrite=[], Tensor? beta_tensor=None, float beta=1.0, int seed=0, int[] streams=[]) -> ()");
-  // A partial norm of each chunk of the tensors. norm_type is 2 or inf.
+  // A partial norm of each chunk of the tensors. norm_type: of kNormTypes in csrc/common/norm_functors.h.
   m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
   // The norm, float64 if `wide`, else float32; and in float32 1 if an element was not finite, else 0.
   m.def(

@@ -43,50 +43,17 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 -return !is_last() || (plan_->repeats
 +return true || (plan_->repeats
 # gradients of a micro-batch of weight 0 are added
--reason == Reason::kAbsent || task->drops
-+reason == Reason::kAbsent
+-!gradient.defined() || task->drops
++!gradient.defined()
 # gradients are taken in a backward pass that autograd handles
--      !task->captures || reason == Reason::kReducedOutside
-+      reason == Reason::kReducedOutside
-# a gradient of weight 0 is kept from a reducer
--|| reason == Reason::kReducedOutside || reason
-+|| reason
-# a gradient of weight 0 is kept from a post-accumulate hook
-- || reason == Reason::kPostAccumulateHook;
-+;
-# the gradients of a frozen parameter are taken
--  if (!parameter.requires_grad()) return Reason::kFrozen;
--  if (slot.may_be_reduced_outside && has_post_hook(node))
-+  if (slot.may_be_reduced_outside && has_post_hook(node))
-# a reducer outside sees no gradient
--  if (slot.may_be_reduced_outside && has_post_hook(node)) return Reason::kReducedOutside;
-# post-accumulate hooks see no gradient
--  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
--  if (!gradient.defined())
-+  if (!gradient.defined())
+-task->captures && !is_left_to_autograd
++!is_left_to_autograd
 # kernels add what is no ordinary tensor
--  if (!is_plain(gradient)) return Reason::kNotPlain;
+-return is_plain(gradient) && !slot
++return !slot
 # kernels add a gradient of another dtype than the parameter's
--gradient.scalar_type() != slot.dtype || gradient.device()
-+gradient.device()
-# explain() finds no frozen parameter
--  if (!parameter.requires_grad()) return Reason::kFrozen;
--  if (!parameter.is_leaf())
-+  if (!parameter.is_leaf())
-# explain() finds no hook of a reducer
--node && has_post_hook(*node)
-+node && false
-# explain() finds no post-accumulate hook
--  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
--  if (slot.needs_eager)
-+  if (slot.needs_eager)
-# explain() finds no sparse gradient
--  if (slot.needs_eager) return Reason::kNeedsEager;
--  if (!slot.has_path)
-+  if (!slot.has_path)
-# explain() finds no hook on a weight
--has_hooks(parameter) ? Reason::kWeightHook :
-+false ? Reason::kWeightHook :
+-gradient.scalar_type() == slot.dtype &&
++
 # a layout that is not strided is plain
 -tensor.layout() == at::kStrided && !tensor.key_set
 +!tensor.key_set
@@ -254,14 +221,11 @@ csrc/autograd:
 tests/nn/test_native_functions.py tests/nn/test_autograd.py tests/nn/test_model_training.py
 tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 # modules write products that are postponed
--if (postpones_ || slot.is_begun || slot.needs_eager) return nullptr;
-+if (slot.is_begun || slot.needs_eager) return nullptr;
+-if (postpones_ || slot.is_begun) return nullptr;
++if (slot.is_begun) return nullptr;
 # modules write to a sum beside a stack that is begun
--postpones_ || slot.is_begun || slot.needs_eager
-+postpones_ || slot.needs_eager
-# modules write to sums that only plain torch can add to
--slot.is_begun || slot.needs_eager) return nullptr;
-+slot.is_begun) return nullptr;
+-postpones_ || slot.is_begun) return
++postpones_) return
 # modules write in a backward pass that autograd handles
 -task && task->captures && !task->drops && task->scale
 +task && !task->drops && task->scale
@@ -330,37 +294,49 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 +task->scale.value,
 +                   padding
 # modules write to a weight whose node was replaced
--end != nullptr && end == sum_->slot()->node
-+end != nullptr
+-node != nullptr && running->next_edge(position).function.get() == node
++node != nullptr
 # a compiled graph writes to a weight that autograd does not differentiate by
--  if (graph->count(const_cast<torch::autograd::Node*>(end)) != 0) end_ = end;
-+  end_ = end;
+- && graph != nullptr && graph->count(node) != 0) end_ = node;
++) end_ = node;
 # modules write in torch.autograd.grad()
--wanted == nullptr || !wanted->empty() || at::GradMode
-+wanted == nullptr || at::GradMode
+-wanted != nullptr && wanted->empty();
++wanted != nullptr;
 # modules write in a backward pass with a recorded graph
--!wanted->empty() || at::GradMode::is_enabled() ||
-+!wanted->empty() ||
+-at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()
++torch::autograd::AnomalyMode::is_enabled()
 # modules write where anomalies are detected
-- ||
--      torch::autograd::AnomalyMode::is_enabled()) {
-+) {
-# modules write to a frozen weight
--return weight.requires_grad() && !has_hooks(weight)
-+return !has_hooks(weight)
+-at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()
++at::GradMode::is_enabled()
 # modules hide the gradient from a weight's hooks
--!has_hooks(weight) && !has_post_accumulate_hook(weight) &&
-+!has_post_accumulate_hook(weight) &&
-# modules hide the gradient from a weight's post-accumulate hooks
--!has_hooks(weight) && !has_post_accumulate_hook(weight) &&
-+!has_hooks(weight) &&
-# modules hide the gradient from a reducer
-- &&
--         !(sum_->slot()->may_be_reduced_outside && has_post_hook(*end_));
+- && !has_hooks(end.variable);
 +;
-# no module writes to the sums of data_parallel=
--sum_->slot()->may_be_reduced_outside && has_post_hook(*end_)
-+has_post_hook(*end_)
+# modules of a compiled model hide the gradient from a weight's hooks
+-reason == Reason::kInModule) &&
++reason == Reason::kInModule || reason == Reason::kWeightHook) &&
+csrc/autograd:
+tests/autograd tests/nn/test_autograd.py tests/nn/test_native_functions.py
+tests/optimizer/test_middle_of_window.py
+# the gradients of a frozen parameter are taken
+-  if (!parameter.requires_grad()) return Reason::kFrozen;
+# a reducer outside sees no gradient
+-  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
+# the wrapper's own ranks count as a reducer outside
+-slot.may_be_reduced_outside && node != nullptr
++node != nullptr
+# post-accumulate hooks see no gradient
+-  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+# kernels add what only plain torch can add
+-  if (slot.needs_eager) return Reason::kNeedsEager;
+# explain() finds no hook on a weight
+-has_hooks(parameter) ? Reason::kWeightHook :
++false ? Reason::kWeightHook :
+# a gradient that autograd must store is taken, if a hook needs it
+-  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
++  return reason == Reason::kReducedOutside;
+# a gradient that autograd must store is taken, if a reducer needs it
+-  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
++  return reason == Reason::kPostAccumulateHook;
 csrc/autograd:
 tests/autograd/test_ignored.py tests/optimizer/test_contract.py tests/accumulators
 tests/autograd/test_engine.py
@@ -392,7 +368,7 @@ tests/autograd/test_engine.py
 # a version that was not noted is the first
 -placed.is_inference() ? 0 : placed._version()
 +0
-fusedacc/engine:
+fusedacc/accumulators:
 tests/autograd/test_new_nodes.py tests/autograd/test_engine.py
 tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
 # without the engine, gradients are collected in a backward pass inside theirs

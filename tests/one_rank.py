@@ -1,5 +1,6 @@
 """Checks that training in a process group of one rank equals training without one, on any device."""
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ import fusedacc
 
 STEPS, WINDOWS = 2, 4
 
+#: Keeps groups for longer than a DistributedDataParallel does, which frees its group with the GIL held. The
+#: group then waits for threads of gloo, which may wait for the GIL. Python releases the GIL first.
+_ended_groups: collections.deque[dist.ProcessGroup | None] = collections.deque(maxlen=20)
+
 
 @contextlib.contextmanager
 def process_group(backend: str, folder: Path) -> Iterator[None]:
@@ -23,6 +28,7 @@ def process_group(backend: str, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        _ended_groups.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

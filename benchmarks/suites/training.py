@@ -26,8 +26,8 @@ from torch import Tensor
 from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.accumulators.engine import BUCKET_BYTES
 from fusedacc.commands.timing import synchronize
-from fusedacc.engine import BUCKET_BYTES
 from fusedacc.traffic import TrafficMeter
 
 from .. import harness

@@ -4,7 +4,8 @@ One graph is as cheap as possible: one node whose backward makes all gradients i
 adding gradients is most of the time. The other is a stack of small Linear layers.
 
 --limits: after how many MiB of gradients is a launch best, on a GPU? Each way has another
-`fusedacc.engine.BUCKET_BYTES`; parameters are those of GPT-2 in bfloat16. Rows of benchmark "bucket".
+`fusedacc.accumulators.engine.BUCKET_BYTES`; parameters are those of GPT-2 in bfloat16. Rows of benchmark
+"bucket".
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fusedacc import engine
+from fusedacc.accumulators import engine
 from fusedacc.commands.timing import Run, cpu_timer, synchronize, timer_for
 
 from .. import harness

@@ -81,62 +81,13 @@ bool have_parameters(const py::list& groups, const py::list& known) {
   return true;
 }
 
-Reason reason_of(const Slot& slot, const AccumulateGrad& node, const at::Tensor& gradient) {
-  const at::Tensor& parameter = node.variable;
-  if (!parameter.requires_grad()) return Reason::kFrozen;
-  if (slot.may_be_reduced_outside && has_post_hook(node)) return Reason::kReducedOutside;
-  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
-  if (!gradient.defined()) return Reason::kAbsent;
-  if (!is_plain(gradient)) return Reason::kNotPlain;
-  if (slot.needs_eager) return Reason::kNeedsEager;
-  if (gradient.scalar_type() != slot.dtype || gradient.device() != *slot.device) return Reason::kOtherDtype;
-  return Reason::kOrdinary;
+// Whether a kernel may take the gradient of the slot's parameter.
+bool is_ordinary(const Slot& slot, const at::Tensor& gradient) {
+  return is_plain(gradient) && !slot.needs_eager && gradient.scalar_type() == slot.dtype &&
+         gradient.device() == *slot.device;
 }
 
 }  // namespace
-
-const char* name_of(Reason reason) {
-  switch (reason) {
-    case Reason::kFrozen:
-      return "frozen";
-    case Reason::kNotALeaf:
-      return "not_a_leaf";
-    case Reason::kSharded:
-      return "sharded";
-    case Reason::kReducedOutside:
-      return "reduced_outside";
-    case Reason::kPostAccumulateHook:
-      return "post_accumulate_hook";
-    case Reason::kAbsent:
-      return "absent";
-    case Reason::kNotPlain:
-      return "not_plain";
-    case Reason::kNeedsEager:
-      return "needs_eager";
-    case Reason::kOtherDtype:
-      return "other_dtype";
-    case Reason::kWeightHook:
-      return "weight_hook";
-    case Reason::kInModule:
-      return "in_module";
-    case Reason::kOrdinary:
-      return "ordinary";
-  }
-  return "";
-}
-
-Reason Engine::reason_for(const Slot& slot) {
-  const at::Tensor& parameter = slot.parameter();
-  if (!parameter.requires_grad()) return Reason::kFrozen;
-  if (!parameter.is_leaf()) return Reason::kNotALeaf;
-  if (slot.is_sharded) return Reason::kSharded;
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (slot.may_be_reduced_outside && node && has_post_hook(*node)) return Reason::kReducedOutside;
-  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
-  if (slot.needs_eager) return Reason::kNeedsEager;
-  if (!slot.has_path) return Reason::kOrdinary;
-  return has_hooks(parameter) ? Reason::kWeightHook : Reason::kInModule;
-}
 
 Engine::Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shared_ptr<WindowState> window,
                Callbacks callbacks)
@@ -178,15 +129,13 @@ bool Engine::deliver(const SlotPointer& slot, AccumulateGrad& node, const at::Te
   const at::Tensor& parameter = node.variable;
   const bool is_unshared = gradient.defined() && is_sole(gradient);
   const Lock lock(mutex_);
-  const Reason reason = reason_of(*slot, node, gradient);
+  const Reason reason = reason_for(*slot, parameter, &node);
   if (reason == Reason::kFrozen) return false;
   const std::shared_ptr<BackwardPass> task = enter();
   if (!task) return false;
-  const bool is_left =
-      !task->captures || reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
-  if (!is_left && !slot->is_begun) {
-    if (reason == Reason::kAbsent || task->drops) return true;
-    if (reason == Reason::kOrdinary && add(task, slot, parameter, gradient, is_unshared)) return true;
+  if (task->captures && !is_left_to_autograd(reason) && !slot->is_begun) {
+    if (!gradient.defined() || task->drops) return true;
+    if (is_ordinary(*slot, gradient) && add(task, slot, parameter, gradient, is_unshared)) return true;
   }
   return receive_in_python(slot, gradient, reason, is_unshared);
 }
@@ -241,7 +190,7 @@ bool Engine::add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& s
   if (adds_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
     task->added = true;
     task->in_python = true;
-    queue_.add_in_python(slot, gradient, task, /*may_wait=*/is_unshared);
+    queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), task, /*may_wait=*/is_unshared);
     return true;
   }
   if (gradient.sizes() != parameter.sizes()) return false;
@@ -276,7 +225,8 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
 
 void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
                  const Addition& addition, bool is_unshared) {
-  if (!sum.is_cpu()) return queue_.add(slot, sum, gradient, addition, /*may_wait=*/is_unshared);
+  if (!sum.is_cpu())
+    return queue_.add(slot, sum, gradient, addition, /*task=*/nullptr, /*may_wait=*/is_unshared);
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
   const bool is_flat = addition.scale.on_host() && addition.beta.on_host() && same_layout(gradient, sum);
   if (!is_flat) return run_addition({sum}, {gradient}, addition);
@@ -297,7 +247,7 @@ void Engine::note_written(Slot& slot, const at::Tensor& sum, bool is_new) {
 // Modules that write to sums
 
 std::shared_ptr<BackwardPass> Engine::task_to_write(const Slot& slot) {
-  if (postpones_ || slot.is_begun || slot.needs_eager) return nullptr;
+  if (postpones_ || slot.is_begun) return nullptr;
   std::shared_ptr<BackwardPass> task = enter();
   const bool writes = task && task->captures && !task->drops && task->scale.on_host() &&
                       window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);

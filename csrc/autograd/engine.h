@@ -15,6 +15,7 @@
 
 #include "../common/functors.h"
 #include "launch_queue.h"
+#include "reason.h"
 #include "window.h"
 
 namespace fusedacc::autograd {
@@ -26,24 +27,6 @@ using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t
 // The method that adds a product to a sum: not chosen yet; Python; torch's addmm; its addmm of 16-bit
 // operands into a float32 sum on a GPU; or method w of libfusedacc.so's operator for CPUs, as kOperator + w.
 enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kWideningBlas, kOperator };
-
-// Who handles a gradient, and why: the first that applies. `REASONS` in fusedacc/autograd/reasons.py has a
-// sentence for those that `reason_for` returns.
-enum class Reason {
-  kFrozen,
-  kNotALeaf,
-  kSharded,
-  kReducedOutside,
-  kPostAccumulateHook,
-  kAbsent,
-  kNotPlain,
-  kNeedsEager,
-  kOtherDtype,
-  kWeightHook,
-  kInModule,
-  kOrdinary,
-};
-const char* name_of(Reason reason);
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -146,8 +129,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool are_as_seen() const;
   // Whether any parameter has a p.grad.
   bool any_gradient() const;
-  // The reason for all gradients of a parameter, if they have its dtype and layout.
-  static Reason reason_for(const Slot& slot);
   // Whether all additions go to Python: traffic is measured, or sums are rounded stochastically.
   static void set_watched(bool is_watched);
   void set_rounds_stochastically(bool rounds) { rounds_stochastically_ = rounds; }

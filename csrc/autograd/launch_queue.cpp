@@ -47,16 +47,6 @@ void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Ten
 }
 
 void LaunchQueue::add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-                      const Addition& addition, bool may_wait) {
-  put(slot, sum, gradient, addition, /*task=*/nullptr, may_wait);
-}
-
-void LaunchQueue::add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
-                                const std::shared_ptr<BackwardPass>& task, bool may_wait) {
-  put(slot, /*sum=*/at::Tensor(), gradient, Addition(), task, may_wait);
-}
-
-void LaunchQueue::put(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
                       const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait) {
   if (slot->waits) flush();  // no launch adds to a sum twice
   const std::optional<c10::Stream> stream = current_stream(gradient.device());
@@ -101,18 +91,16 @@ void LaunchQueue::flush() {
   for (const Batch& batch : batches) {
     for (const auto& slot : batch.slots) slot->waits = false;
   }
-  for (Batch& batch : batches) run(batch);
-}
-
-void LaunchQueue::run(Batch& batch) {
-  if (batch.stream.has_value()) {
-    for (const auto& slot : batch.slots) order(slot, *batch.stream);
-  }
-  const c10::OptionalStreamGuard on_stream(batch.stream);
-  if (batch.task == nullptr) {
-    run_addition(batch.sums, batch.gradients, batch.addition);
-  } else {
-    add_in_python_(batch.slots, std::move(batch.gradients), batch.task);
+  for (Batch& batch : batches) {
+    if (batch.stream.has_value()) {
+      for (const auto& slot : batch.slots) order(slot, *batch.stream);
+    }
+    const c10::OptionalStreamGuard on_stream(batch.stream);
+    if (batch.task == nullptr) {
+      run_addition(batch.sums, batch.gradients, batch.addition);
+    } else {
+      add_in_python_(batch.slots, std::move(batch.gradients), batch.task);
+    }
   }
 }
 

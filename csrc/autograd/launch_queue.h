@@ -47,11 +47,9 @@ class LaunchQueue {
 
   // Adds to the slot's sum on the current stream, with the next launch. may_wait: whether no other tensor
   // object is the gradient. Its memory may be shared: a hook must not write later to what it has returned.
+  // task: null, or that in which Python adds the gradient. Then sum and addition are not used.
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, bool may_wait);
-  // The same for a gradient that Python adds.
-  void add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
-                     const std::shared_ptr<BackwardPass>& task, bool may_wait);
+           const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait);
   // The caller is about to write to the slot's sum on the current stream: after all earlier writes to it.
   void write(const std::shared_ptr<Slot>& slot);
   // Launches all that waits.
@@ -76,9 +74,6 @@ class LaunchQueue {
     std::vector<at::Tensor> gradients{};
   };
 
-  void put(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait);
-  void run(Batch& batch);
   // Lets `stream` wait for the last write to the slot's sum, and records a write on `stream`.
   void order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream);
 

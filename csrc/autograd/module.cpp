@@ -11,6 +11,7 @@
 #include "hook.h"
 #include "module_attribute.h"
 #include "operators.h"
+#include "weight_sum.h"
 
 namespace py = pybind11;
 
@@ -240,7 +241,11 @@ void define_engine(py::module_& module) {
       .def("set_postpones", &Engine::set_postpones)
       .def_property_readonly("is_bypassed", &Engine::is_bypassed)
       .def_static("set_watched", &Engine::set_watched)
-      .def_static("reason_for", [](const Slot& slot) { return name_of(Engine::reason_for(slot)); });
+      .def_static("reason_for", [](const Slot& slot) { return name_of(reason_for(slot)); })
+      .def_static("may_write", [](const Slot& slot, py::handle node) {
+        const auto* end = accumulate_node(node.ptr());
+        return end != nullptr && may_write(slot, *end);
+      });
   py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")
       .def(py::init(
           [](int64_t number, std::shared_ptr<Engine> engine, std::shared_ptr<Slot> slot, py::handle add) {
@@ -265,17 +270,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   define_state(module);
   define_engine(module);
-  const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("make_ticket", &make_ticket);
-  module.def("operand_of", &operand_of, without_gil);
-  module.def("linear", &linear, without_gil);
-  module.def("try_linear", &try_linear, without_gil);
-  module.def("embedding", &embedding, without_gil);
-  module.def("try_embedding", &try_embedding, without_gil);
-  module.def("grouped", &grouped, without_gil);
-  module.def("selected", &selected, without_gil);
-  module.def("define_operators", &define_operators);
-  module.def("cast_of", &cast_of, without_gil);
+  define_functions(module);
   module.def("has_post_hook", &leaf_has_post_hook);
   define_attribute(module.ptr());
 }

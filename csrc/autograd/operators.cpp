@@ -10,11 +10,13 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/select_backward.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
 #include "gradients.h"
+#include "weight_sum.h"
 
 namespace py = pybind11;
 
@@ -129,6 +131,9 @@ class Cast : public torch::autograd::Function<Cast> {
     return {gradients[0].to(context->saved_data["dtype"].toScalarType()), Tensor()};
   }
 };
+
+// Returns the weight in the dtype of `kept`, which has its elements, recorded by autograd.
+Tensor cast_of(const Tensor& weight, const Tensor& kept) { return Cast::apply(weight, kept); }
 
 // The weight as a backward pass uses it: if that is recorded, as a function of the parameter.
 Tensor in_backward(const Tensor& used, uint32_t position) {
@@ -392,12 +397,12 @@ int64_t tokens(const Tensor& tensor) {
   return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
 }
 
-}  // namespace
+// The functions that Python calls
 
-at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept) { return Cast::apply(weight, kept); }
-
-std::optional<at::Tensor> operand_of(const at::Tensor& input, const at::Tensor& weight,
-                                     const std::optional<at::Tensor>& bias, bool transposed) {
+// Returns the input of a Linear in the dtype of the product, as under autocast; none if PyTorch must compute
+// the product, or raise. transposed: the weight is (in, out).
+OptionalTensor operand_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          bool transposed) {
   at::ScalarType dtype = weight.scalar_type();
   Tensor operand = input;
   const c10::DeviceType device = input.device().type();
@@ -411,14 +416,17 @@ std::optional<at::Tensor> operand_of(const at::Tensor& input, const at::Tensor& 
   return fits ? OptionalTensor(operand) : std::nullopt;
 }
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& used, const at::Tensor& ticket, bool transposed) {
+// Computes input @ weight.T + bias, or input @ weight + bias if transposed. input: as returned by
+// `operand_of`. used: the weight in the input's dtype, if that differs; the bias is cast here. ticket: of the
+// weight's sum.
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              const OptionalTensor& used, const Tensor& ticket, bool transposed) {
   return Linear::apply(input, weight, bias, used, ticket, transposed, /*keeps_cast=*/false);
 }
 
-std::optional<at::Tensor> try_linear(const at::Tensor& input, const at::Tensor& weight,
-                                     const std::optional<at::Tensor>& bias, const at::Tensor& ticket,
-                                     bool transposed) {
+// The same for ordinary calls: none where the caller must look closer.
+OptionalTensor try_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          const Tensor& ticket, bool transposed) {
   const bool fits = may_record(input, weight) && input.scalar_type() == weight.scalar_type() &&
                     !weight.is_complex() && input.dim() > 0 &&
                     input.size(-1) == weight.size(transposed ? 0 : 1) &&
@@ -432,28 +440,30 @@ std::optional<at::Tensor> try_linear(const at::Tensor& input, const at::Tensor& 
   return linear(input, weight, bias, std::nullopt, ticket, transposed);
 }
 
-at::Tensor embedding(const at::Tensor& indices, const at::Tensor& weight, const at::Tensor& ticket,
-                     int64_t padding, bool by_frequency) {
+// Computes weight[indices]. padding: a non-negative row that gets no gradient, or -1. by_frequency: a row
+// gets the mean of its gradients.
+Tensor embedding(const Tensor& indices, const Tensor& weight, const Tensor& ticket, int64_t padding,
+                 bool by_frequency) {
   return Embedding::apply(indices, weight, ticket, padding, by_frequency);
 }
 
-std::optional<at::Tensor> try_embedding(const at::Tensor& indices, const at::Tensor& weight,
-                                        const at::Tensor& ticket, int64_t padding, bool by_frequency) {
+OptionalTensor try_embedding(const Tensor& indices, const Tensor& weight, const Tensor& ticket,
+                             int64_t padding, bool by_frequency) {
   if (!are_indices(indices) || !may_record(indices, weight)) return std::nullopt;
   return embedding(indices, weight, ticket, padding, by_frequency);
 }
 
-at::Tensor grouped(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& offs,
-                   const at::Tensor& ticket, bool inward) {
+// Computes rows[s_e:t_e] @ weight[e].T for every expert e, whose rows end at offs[e], or rows[s_e:t_e] @
+// weight[e] if inward. Output rows after the last expert's are uninitialised, as in torch's grouped_mm.
+Tensor grouped(const Tensor& rows, const Tensor& weight, const Tensor& offs, const Tensor& ticket,
+               bool inward) {
   return Grouped::apply(rows, weight, offs, ticket, inward);
 }
 
-at::Tensor selected(const at::Tensor& weight, const std::optional<at::Tensor>& at, int64_t index,
-                    const at::Tensor& ticket) {
+// Computes weight[at] for a tensor of one index, or weight[index].
+Tensor selected(const Tensor& weight, const OptionalTensor& at, int64_t index, const Tensor& ticket) {
   return Selected::apply(weight, at, index, ticket);
 }
-
-namespace {
 
 // The operators' kernels without autograd, and with it. A graph calls the operators with whatever comes at
 // run time, so those with autograd check again, and leave to PyTorch what it must compute, or refuse.
@@ -541,10 +551,10 @@ void define_backward(const std::string& name, bool (*add)(Arguments...), const p
   }
 }
 
-}  // namespace
-
-void define_operators(const std::string& library, const pybind11::function& add_product_in_python,
-                      const pybind11::function& add_rows_in_python) {
+// Defines the kernels of this library's operators, whose schemas Python has defined. The functions are what
+// `add_product` and `add_rows` do where native code must not add.
+void define_operators(const std::string& library, const py::function& add_product_in_python,
+                      const py::function& add_rows_in_python) {
   library_name() = library;
   define_forward("linear", &plain_linear, &recorded_linear);
   define_forward("embedding", &plain_embedding, &recorded_embedding);
@@ -552,6 +562,22 @@ void define_operators(const std::string& library, const pybind11::function& add_
   define_forward("selected", &plain_selected, &selected);
   define_backward("add_product", &add_product, add_product_in_python);
   define_backward("add_rows", &add_rows, add_rows_in_python);
+}
+
+}  // namespace
+
+void define_functions(py::module_& module) {
+  const auto without_gil = py::call_guard<py::gil_scoped_release>();
+  module.def("make_ticket", &make_ticket);
+  module.def("cast_of", &cast_of, without_gil);
+  module.def("operand_of", &operand_of, without_gil);
+  module.def("linear", &linear, without_gil);
+  module.def("try_linear", &try_linear, without_gil);
+  module.def("embedding", &embedding, without_gil);
+  module.def("try_embedding", &try_embedding, without_gil);
+  module.def("grouped", &grouped, without_gil);
+  module.def("selected", &selected, without_gil);
+  module.def("define_operators", &define_operators);
 }
 
 }  // namespace fusedacc::autograd

@@ -4,7 +4,7 @@
 #include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/python_headers.h>
 
 #include <atomic>
@@ -16,8 +16,8 @@
 
 namespace fusedacc::autograd {
 
-// What p.grad holds, and so where the sum is. `GradState` in fusedacc/engine/state.py describes each, and has
-// the same numbers.
+// What p.grad holds, and so where the sum is. `GradState` in fusedacc/accumulators/state.py describes each,
+// and has the same numbers.
 enum class GradState : int8_t { kNotOurs, kPublished, kDtypeCopy, kAutogradPending, kIgnored };
 
 // Python's `Slot` extends this class, and keeps the parameter alive. A reference to the parameter from here,
@@ -71,7 +71,7 @@ class Slot {
   bool has_path = false;
 
   // The AccumulateGrad node with our hook; null without one. Python keeps the node alive.
-  std::atomic<const torch::autograd::Node*> node{nullptr};
+  std::atomic<torch::autograd::AccumulateGrad*> node{nullptr};
   // The graph task in which autograd stores a gradient that is added as soon as the node has run; -1: none.
   std::atomic<int> collects_in{-1};
   // The stream that has last written to the sum in the running backward passes.

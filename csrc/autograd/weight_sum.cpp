@@ -1,6 +1,5 @@
 #include "weight_sum.h"
 
-#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -100,28 +99,21 @@ int64_t number_of(const at::Tensor& ticket) {
 Destination::Destination(int64_t number, uint32_t position) : sum_(WeightSum::find(number)) {
   const auto running = torch::autograd::get_current_node();
   if (!sum_ || !running) return;
-  const torch::autograd::Node* const end = running->next_edge(position).function.get();
-  if (end != nullptr && end == sum_->slot()->node) end_ = end;
+  const torch::autograd::AccumulateGrad* const node = sum_->slot()->node;
+  if (node != nullptr && running->next_edge(position).function.get() == node) end_ = node;
 }
 
 Destination::Destination(int64_t number) : sum_(WeightSum::find(number)) {
   if (!sum_) return;
-  const torch::autograd::Node* const end = sum_->slot()->node;
+  torch::autograd::AccumulateGrad* const node = sum_->slot()->node;
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (end == nullptr || graph == nullptr) return;
-  if (graph->count(const_cast<torch::autograd::Node*>(end)) != 0) end_ = end;
+  if (node != nullptr && graph != nullptr && graph->count(node) != 0) end_ = node;
 }
 
 bool Destination::may_add() const {
-  if (end_ == nullptr) return false;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
-      torch::autograd::AnomalyMode::is_enabled()) {
-    return false;
-  }
-  const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
-  return weight.requires_grad() && !has_hooks(weight) && !has_post_accumulate_hook(weight) &&
-         !(sum_->slot()->may_be_reduced_outside && has_post_hook(*end_));
+  const bool wants_all = wanted != nullptr && wanted->empty();
+  return end_ != nullptr && wants_all && may_write(*sum_->slot(), *end_);
 }
 
 }  // namespace fusedacc::autograd

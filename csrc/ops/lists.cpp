@@ -9,6 +9,7 @@
 //   addresses as arguments, and torch frees memory in the order of the stream.
 // - Empty lists are allowed. They have no device, so nothing is launched.
 #include <cstring>
+#include <sstream>
 
 #include "../cpu/cpu.h"
 #include "../cuda/cuda.h"
@@ -20,7 +21,10 @@ namespace {
 NormKind norm_kind(double norm_type) {
   NormKind kind;
   if (find_norm_kind(norm_type, kind)) return kind;
-  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(norm_type) + "; allowed: 2 and inf");
+  std::ostringstream message;
+  message << "fusedacc: norm_type is " << norm_type << "; allowed:";
+  for (const double allowed : kNormTypes) message << (allowed == kNormTypes[0] ? " " : " and ") << allowed;
+  throw std::runtime_error(message.str());
 }
 
 // The arguments of an addition that follow the accumulators or the plan. The members are in the order of the

@@ -46,9 +46,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import engine
 from ..kernels import torch_state
 from ..kernels.tensor_identity import TensorIdentity
+from . import engine
 from .param import GradState, Slot, owns_memory
 
 NOT_OURS = GradState.NOT_OURS

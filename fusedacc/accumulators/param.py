@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import engine
-from ..engine.state import GradState
 from ..kernels import checks, native_module, registry, torch_state
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from ..kernels.local_parts import local
 from ..kernels.torch_private import FakeTensor, storage_use_count
+from . import engine
+from .state import GradState
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
+from ..accumulators.engine import BackwardPass, FallbackEngine, engine_for
 from ..accumulators.in_place import Write
-from ..engine import BackwardPass, FallbackEngine, engine_for
 from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
@@ -220,30 +220,19 @@ class Capture:
         """Let a module's backward add its weight's gradient to the sum, if that is safe.
 
         Return True if the gradient was added or is not needed. Return False if the caller must return it to
-        autograd, because `torch.autograd.grad` or a hook needs the gradient itself.
+        autograd, because `torch.autograd.grad` or a hook needs the gradient itself, for example.
 
-        node: the weight's AccumulateGrad node in the running graph. write: adds the gradient. It is called at
-        most once, with the accumulator, the gradient's scale, and a factor by which to multiply the
+        node: the weight's AccumulateGrad node in the running graph, or None. write: adds the gradient. It is
+        called at most once, with the accumulator, the gradient's scale, and a factor by which to multiply the
         accumulator first (0 if it holds nothing yet). by_rows, part: as in `InPlaceWriter.write`. may_wait:
         whether `write` may also be called after the backward pass.
         """
-        param = slot.param
         try:
             if node is not None and not will_run(node):
                 return True
         except RuntimeError:  # torch.autograd.grad differentiates with respect to the weight
             return False
-        if (
-            torch.is_grad_enabled()
-            or torch.is_anomaly_enabled()  # anomaly mode checks the gradient for nan
-            or not param.requires_grad  # frozen after the forward pass: autograd drops its gradient
-            or param._backward_hooks
-            or param._post_accumulate_grad_hooks
-            or slot.needs_eager
-            or slot.is_reduced_outside()
-            or node is None
-            or self.registry.nodes.get(slot) is not node  # the parameter was moved or cast
-        ):
+        if not self.engine.may_write(slot, node):
             return False
         with self.engine.lock:
             task = self._enter(slot)
@@ -314,11 +303,11 @@ class Capture:
 
     def _let_go_on(self) -> None:
         """Let the engine handle the next backward passes, if they are like the last one."""
-        middle = self._policy.middle()
-        if middle is None:
+        plan = self._policy.plan()
+        if plan is None:
             self.engine.stop()
         else:
-            self.engine.go_on(**middle._asdict())
+            self.engine.go_on(**plan._asdict())
 
     def add_pending(self, slots: Sequence[Slot]) -> None:
         """Add these parameters' pending gradients of all backward passes."""

@@ -88,7 +88,7 @@ def _over_mesh(mesh: Any, sharded_dims: list[ShardedDims], of_rank: Tensor, norm
         mesh: the mesh.
         sharded_dims: the entries of the vector, by the mesh dimensions that shard their tensors.
         of_rank: for each entry, the norm of this rank's parts.
-        norm_type: 2.0 or inf.
+        norm_type: of one of the `NORM_KINDS`.
     """
     kind = norm_kind(norm_type)
     values = kind.values(of_rank).to(mesh.device_type)

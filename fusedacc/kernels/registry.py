@@ -48,9 +48,9 @@ class Backend:
     accumulate_: Run
     #: Prepares accumulators for many passes.
     prepare: Callable[[Tensors], Run]
-    #: (tensors of one device, norm_type 2.0 or inf) -> partial norms: a float64 vector on that device, from
-    #: one read. A partial norm is finite unless an element is not. Parts depend on the tensors' sizes only,
-    #: so equal tensors give equal bits.
+    #: (tensors of one device, norm_type) -> partial norms: a float64 vector on that device, from one read. A
+    #: partial norm is finite unless an element is not. Parts depend on the tensors' sizes only, so equal
+    #: tensors give equal bits.
     norm_partials: Callable[[Tensors, float], Tensor]
     #: (partials, norm_type, float32 or float64) -> the norm in that dtype, and 1.0 in float32 if an element
     #: was not finite, else 0.0. Both are 0-dim, on the partials' device; any backend may have made the

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .constants import NORM_KINDS
 from .dtypes import Number, computation_dtype
 from .registry import Backend
 from .rounding import Noise, streams
@@ -170,9 +171,9 @@ def _stochastic(backend: Backend, lists: Lists, there: Lists) -> str | None:
 
 
 def _norm(backend: Backend, lists: Lists, there: Lists) -> str | None:
-    for norm_type in (2.0, math.inf):
-        partials = backend.norm_partials(there.accumulators, norm_type)
-        problem = _wrong_norm(_joined(backend, there, partials, norm_type), there, norm_type)
+    for kind in NORM_KINDS:
+        partials = backend.norm_partials(there.accumulators, kind.norm_type)
+        problem = _wrong_norm(_joined(backend, there, partials, kind.norm_type), there, kind.norm_type)
         if problem is not None:
             return problem
     there.accumulators[-1].view(-1)[-1] = math.inf

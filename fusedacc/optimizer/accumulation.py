@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators.engine import BackwardPass
 from ..accumulators.param import owns_memory
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
 from ..distributed.unattached_ddp import SynchronisationCheck
-from ..engine import BackwardPass
 from ..kernels import launch_events, torch_state
 from ..nn import compiled
 from .rank_reduction import RankReduction
@@ -29,8 +29,8 @@ from .window import Window
 Refresh = Callable[[], None]
 
 
-class Middle(NamedTuple):
-    """How the engine handles the next backward passes without Python.
+class Plan(NamedTuple):
+    """How the engine handles the next micro-batches without Python: `Engine::Plan` (csrc/autograd/engine.h).
 
     Attributes:
         scale: the factor of gradients.
@@ -168,7 +168,7 @@ class Accumulation:
             self._change_sum_scale(window.final_scale(ending=True))  # applied by the window's last additions
         return task
 
-    def middle(self) -> Middle | None:
+    def plan(self) -> Plan | None:
         """Return how the engine handles the next micro-batch; None if Python begins it.
 
         It can if one number on the host multiplies the gradients of all micro-batches of a window.
@@ -183,10 +183,10 @@ class Accumulation:
         if isinstance(scale, Tensor):
             return None
         if not window.counted:
-            return Middle(scale, steps=0, repeats=True, updates_plainly=False)
+            return Plan(scale, steps=0, repeats=True, updates_plainly=False)
         repeats = isinstance(window.schedule, int)
         updates_plainly = repeats and self.updates_plainly and not self.accumulators.update_needs_norm
-        return Middle(scale, window.steps, repeats, updates_plainly)
+        return Plan(scale, window.steps, repeats, updates_plainly)
 
     def scale_of(self, task: Any) -> float | Tensor:
         """Return the factor of a backward pass's gradients, ready on the current stream."""

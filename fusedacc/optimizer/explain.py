@@ -50,21 +50,6 @@ class Route:
         return replace(self, why=f"{self.why}; {words}")
 
 
-#: Path and backend of gradients that no fusedacc kernel adds, by reason.
-_NOT_OURS = {
-    reasons.FROZEN: (Path.NONE, "-"),
-    reasons.NOT_A_LEAF: (Path.EAGER, "eager"),
-    reasons.NEEDS_EAGER: (Path.EAGER, "eager"),
-    reasons.REDUCED_OUTSIDE: (Path.EAGER, "stock"),
-    reasons.POST_ACCUMULATE_HOOK: (Path.EAGER, "stock"),
-    reasons.NO_ENGINE: (Path.EAGER, "stock"),
-}
-#: The path of gradients that a fusedacc kernel adds after the module's backward, by reason.
-_KERNELS = {
-    reasons.ORDINARY: Path.MULTI_TENSOR,
-    reasons.WEIGHT_HOOK: Path.MULTI_TENSOR,
-    reasons.SHARDED: Path.FSDP2,
-}
 #: The entry of a path in the columns `first` and `later`: a text, or the names of two loops of
 #: `traffic.accounting`, for a counted and for a manual loop. In a manual loop autograd itself adds the
 #: gradients that it stores.
@@ -174,18 +159,17 @@ def _engine() -> str:
 def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) -> Route:
     """Return the route of this parameter's next gradient; `scheduled` as in `explain`."""
     reason = accumulators.engine.reason_for(slot)
-    words = reasons.REASONS[reason]
+    words, path, backend = reasons.REASONS[reason]
     if scheduled and reason in (reasons.ORDINARY, reasons.WEIGHT_HOOK, reasons.IN_MODULE):
-        path, backend = _NOT_OURS[reasons.REDUCED_OUTSIDE]
-        return Route((path,), backend, _SCHEDULED)
+        stored = reasons.REASONS[reasons.REDUCED_OUTSIDE]
+        return Route((stored.path,), str(stored.backend), _SCHEDULED)
     if reason == reasons.IN_MODULE:
         return _in_backward(slot, accumulators)
-    if reason in _KERNELS:
+    if backend is None:
         selection = accumulators.passes.select(slot.lane)
         cast = "the weight's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
         notes = [words or slot.left_to, cast, "" if words else selection.reason]
-        return Route((_KERNELS[reason],), selection.backend.name, "; ".join(filter(None, notes)))
-    path, backend = _NOT_OURS[reason]
+        return Route((path,), selection.backend.name, "; ".join(filter(None, notes)))
     left_to = slot.left_to if is_distributed(slot.param) or reason == reasons.NO_ENGINE else ""
     return Route((path,), backend, "; ".join(filter(None, (words, left_to))))
 

@@ -26,7 +26,7 @@ from ..autograd.capture import Capture
 from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_private import missing, runs_as_written
-from .accumulation import Accumulation, Middle
+from .accumulation import Accumulation, Plan
 from .parameters import ParameterSet
 from .window import Window
 
@@ -194,7 +194,7 @@ class _Deferred(Accumulation):
         task.captures = task.captures and owner is not None and owner.begin_backward()
         return task
 
-    def middle(self) -> Middle | None:
+    def plan(self) -> Plan | None:
         """Return None, because every backward pass has to ask FSDP2 whether it synchronises."""
         return None
 

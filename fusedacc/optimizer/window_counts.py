@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..accumulators.engine import WindowState
 from ..accumulators.reduction import reduction_of
-from ..engine import WindowState
 from .micro_batch import MicroBatch
 
 

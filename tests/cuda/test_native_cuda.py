@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedacc
-from fusedacc import engine
+from fusedacc.accumulators import engine
 from fusedacc.kernels import matmul_eager, selftest
 
 pytestmark = pytest.mark.cuda

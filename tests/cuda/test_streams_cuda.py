@@ -6,7 +6,7 @@ from loops import with_backward
 from torch import nn
 
 import fusedacc
-from fusedacc import engine
+from fusedacc.accumulators import engine
 
 pytestmark = pytest.mark.cuda
 

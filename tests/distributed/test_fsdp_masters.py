@@ -62,7 +62,7 @@ def test_mixed_precision() -> None:
             inner.step(), inner.zero_grad()
     assert far(model, stock) < 2e-2  # losses are divided before they are rounded to 16 bits
     text = optimizer.explain()
-    assert REASONS[SHARDED] in text
+    assert REASONS[SHARDED].words in text
     assert text.count("fsdp2") >= 6, text
     assert "set_requires_gradient_sync(False)" in text, text
     assert f"{4 * sum(p.numel() for p in model.parameters()):,} bytes" in text, text

@@ -83,17 +83,17 @@ def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
     with process_group("gloo", tmp_path):
         parallel = None if made_late else DistributedDataParallel(model)
         optimizer = wrap(model, None)
-        assert (REASONS[REDUCED_OUTSIDE] in optimizer.explain()) is not made_late
+        assert (REASONS[REDUCED_OUTSIDE].words in optimizer.explain()) is not made_late
         if made_late:
             loss_of(model, 0, 0).backward()
             optimizer.step(), optimizer.zero_grad()
             parallel = DistributedDataParallel(model)
         loss_of(parallel, 1, 0).backward()
-        assert REASONS[REDUCED_OUTSIDE] in optimizer.explain()
+        assert REASONS[REDUCED_OUTSIDE].words in optimizer.explain()
         del parallel
         optimizer.zero_grad()
         loss_of(model, 2, 0).backward()
-        assert REASONS[REDUCED_OUTSIDE] not in optimizer.explain()
+        assert REASONS[REDUCED_OUTSIDE].words not in optimizer.explain()
 
 
 @pytest.mark.parametrize("native", ["0", ""])

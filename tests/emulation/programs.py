@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
-from fusedacc import engine
+from fusedacc.accumulators import engine
 
 STEPS = 3
 MICRO_BATCHES = 7

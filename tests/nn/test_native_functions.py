@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc import engine
+from fusedacc.accumulators import engine
 
 
 def nets(*layers: nn.Module, **options):

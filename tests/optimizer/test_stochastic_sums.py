@@ -12,7 +12,7 @@ from loops import LOW, assert_mean, identical, loss_of, network, wrap
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc import engine
+from fusedacc.accumulators import engine
 from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.kernels import torch_state
 

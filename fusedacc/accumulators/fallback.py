@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.torch_private import current_graph_task, queue_callback, runs_as_written
@@ -42,6 +43,7 @@ class FallbackEngine:
         self._tasks: Any = {}  # by graph task
         #: Each task's callback, which only autograd's engine keeps alive: it is gone once the task failed.
         self._callbacks: dict[Any, weakref.ref] = {}
+        self._nodes: dict[Any, Any] = {}
         self._handles: dict[Any, list[Any]] = {}
         #: The slots whose gradient is added as soon as their node has run in the given graph task.
         self._collects: dict[Any, int] = {}
@@ -66,9 +68,11 @@ class FallbackEngine:
                 with owner.lock:
                     owner._stored(slot)
 
+        self._nodes[slot] = node
         self._handles[slot] = [node.register_prehook(before), node.register_hook(after)]
 
     def detach(self, slot: Any) -> None:
+        self._nodes.pop(slot, None)
         for handle in self._handles.pop(slot, ()):
             handle.remove()
 
@@ -125,6 +129,14 @@ class FallbackEngine:
         if slot.sharded:
             return "sharded"
         return "in_module" if slot.has_path else "no_engine"
+
+    def may_write(self, slot: Any, node: Any) -> bool:
+        param = slot.param
+        is_read = param._backward_hooks or param._post_accumulate_grad_hooks or slot.is_reduced_outside()
+        is_recorded = torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        known = self._nodes.get(slot)
+        is_same = known is not None and known is node
+        return is_same and param.requires_grad and not (is_read or is_recorded or slot.needs_eager)
 
     def step(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
         return False

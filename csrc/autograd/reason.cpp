@@ -1,0 +1,63 @@
+#include "reason.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "hook.h"
+
+namespace fusedacc::autograd {
+
+const char* name_of(Reason reason) {
+  switch (reason) {
+    case Reason::kFrozen:
+      return "frozen";
+    case Reason::kNotALeaf:
+      return "not_a_leaf";
+    case Reason::kSharded:
+      return "sharded";
+    case Reason::kReducedOutside:
+      return "reduced_outside";
+    case Reason::kPostAccumulateHook:
+      return "post_accumulate_hook";
+    case Reason::kNeedsEager:
+      return "needs_eager";
+    case Reason::kWeightHook:
+      return "weight_hook";
+    case Reason::kInModule:
+      return "in_module";
+    case Reason::kOrdinary:
+      return "ordinary";
+  }
+  return "";
+}
+
+Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::autograd::Node* node) {
+  if (!parameter.requires_grad()) return Reason::kFrozen;
+  if (!parameter.is_leaf()) return Reason::kNotALeaf;
+  if (slot.is_sharded) return Reason::kSharded;
+  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
+  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
+  if (slot.needs_eager) return Reason::kNeedsEager;
+  if (!slot.has_path) return Reason::kOrdinary;
+  return has_hooks(parameter) ? Reason::kWeightHook : Reason::kInModule;
+}
+
+Reason reason_for(const Slot& slot) {
+  const at::Tensor& parameter = slot.parameter();
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return reason_for(slot, parameter, node.get());
+}
+
+bool is_left_to_autograd(Reason reason) {
+  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
+}
+
+bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& end) {
+  if (slot.node != &end) return false;  // the parameter was moved or cast
+  if (at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()) return false;
+  const Reason reason = reason_for(slot, end.variable, &end);
+  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks(end.variable);
+}
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,34 @@
+// Who handles the gradients of a parameter, and why.
+#pragma once
+
+#include "slot.h"
+
+namespace fusedacc::autograd {
+
+// `REASONS` in fusedacc/autograd/reasons.py has a sentence for each.
+enum class Reason {
+  kFrozen,
+  kNotALeaf,
+  kSharded,
+  kReducedOutside,
+  kPostAccumulateHook,
+  kNeedsEager,
+  kWeightHook,
+  kInModule,
+  kOrdinary,
+};
+const char* name_of(Reason reason);
+
+// The first reason that applies. node: the AccumulateGrad node of the parameter, or null without one.
+Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::autograd::Node* node);
+// The same for the slot's parameter as it is now.
+Reason reason_for(const Slot& slot);
+
+// Whether autograd must store the gradient, because other code reads it from p.grad.
+bool is_left_to_autograd(Reason reason);
+
+// Whether a module may add the gradient of its weight to the sum itself, in the running backward pass. end:
+// the AccumulateGrad node in which the graph ends.
+bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& end);
+
+}  // namespace fusedacc::autograd
