@@ -10,11 +10,17 @@ ENGINE_BREAKS = read_mutants(
 csrc/autograd:
 tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_deferred_scale.py
 # the engine goes on with a tainted window
--withheld || tainted || deferred
-+withheld || deferred
+-in_context || tainted || in_schedule
++in_context || in_schedule
 # the engine goes on inside a schedule's step()
--deferred || in_schedule);
-+deferred);
+-tainted || in_schedule);
++tainted);
+# the engine goes on inside accumulate()
+-ignoring || in_context || tainted
++ignoring || tainted
+# the engine goes on inside ignore()
+-return !(ignoring || in_context
++return !(in_context
 # an interrupted backward pass leaves no taint
 -tainted = "an exception has interrupted a backward";
 +
@@ -37,16 +43,16 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 # Python begins all backward passes of a manual loop
 -  if (sums_->always_exposed) return true;
 # the engine begins a backward pass with a recorded graph
--!may_go_on() || at::GradMode::is_enabled()) return
-+!may_go_on()) return
+-!may_use_plan() || at::GradMode::is_enabled()) return
++!may_use_plan()) return
 # the engine begins the last backward pass of a window
 -return !is_last() || (plan_->repeats
 +return true || (plan_->repeats
 # gradients of a micro-batch of weight 0 are added
--!gradient.defined() || task->drops
+-!gradient.defined() || backward->drops
 +!gradient.defined()
 # gradients are taken in a backward pass that autograd handles
--task->captures && !is_left_to_autograd
+-backward->captures && !is_left_to_autograd
 +!is_left_to_autograd
 # kernels add what is no ordinary tensor
 -return is_plain(gradient) && !slot
@@ -103,18 +109,13 @@ csrc/autograd:
 tests/autograd tests/optimizer/test_middle_of_window.py tests/accumulators
 tests/nn/test_native_functions.py
 # a sum of inference mode is given to a kernel
--is_plain(sum) && !sum.is_inference();
--  if (!fits ||
+-is_plain(sum) &&
+-         !sum.is_inference();
 +is_plain(sum);
-+  if (!fits ||
 # an addition to a sum leaves no taint if the backward pass fails
--  task->added = true;
--  run(slot, sum, gradient, {scale
-+  run(slot, sum, gradient, {scale
-# a gradient that Python adds leaves no taint if the backward pass fails
--    task->added = true;
--    task->in_python = true;
-+    task->in_python = true;
+-    backward->added = true;  // also if it fails half-way
+-    if (is_ordinary
++    if (is_ordinary
 # the engine adds with a backend that is not native
 -return !slot.is_native || is_watched
 +return is_watched
@@ -157,11 +158,11 @@ tests/nn/test_native_functions.py
 # a deferred scale is applied twice
 -  slot.beta = Number();
 # gradients are added with the scale before the window's last change
--return {task->scale.value * window_->sum_scale.value, at::Tensor()};
-+return {task->scale.value, at::Tensor()};
+-return {backward->scale.value * window_->sum_scale.value, at::Tensor()};
++return {backward->scale.value, at::Tensor()};
 # the engine ends a backward pass that Python has begun
--!task->in_python && tasks_.size() == 1
-+tasks_.size() == 1
+-!backward->in_python && backwards_.size() == 1
++backwards_.size() == 1
 # what autograd has stored between micro-batches stays in p.grad
 -plan_ && !is_unexpected && 
 +plan_ && 
@@ -195,13 +196,13 @@ csrc/autograd:
 tests/optimizer/test_middle_of_window.py tests/optimizer/test_changed_groups.py
 tests/optimizer/test_contract.py
 # step() counts without a backward pass
--if (!plan_ || !tasks_.empty() || !window_->ran || window_
-+if (!plan_ || !tasks_.empty() || window_
+-if (!plan_ || !backwards_.empty() || !window_->ran || window_
++if (!plan_ || !backwards_.empty() || window_
 # step() counts the last micro-batch of a window
 - || window_->micro_step + 1 >= plan_->steps) return false;
 +) return false;
 # step() counts where Python must
--if (!may_go_on() || !have_parameters(
+-if (!may_use_plan() || !have_parameters(
 +if (!have_parameters(
 # step() counts with parameter groups that were changed
 -!have_parameters(groups, known) || any_gradient()) return
@@ -212,68 +213,172 @@ tests/optimizer/test_contract.py
 # a group with more parameters goes unseen
 -    if (PyList_GET_SIZE(params) != PyList_GET_SIZE(expected)) return false;
 # zero_grad() does nothing after a backward pass without step()
--if (!plan_ || !tasks_.empty() || window_->ran) return
-+if (!plan_ || !tasks_.empty()) return
+-if (!plan_ || !backwards_.empty() || window_->ran) return
++if (!plan_ || !backwards_.empty()) return
 # zero_grad() does nothing in a full window
 -return 0 < window_->micro_step && window_->micro_step < plan_->steps &&
 +return 0 < window_->micro_step &&
 csrc/autograd:
+tests/optimizer/test_middle_of_window.py tests/optimizer/test_contract.py
+tests/optimizer/test_inner_zero_grad.py tests/optimizer/test_differentiated_gradients.py
+tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
+# the engine goes on by the plan of an earlier window
+-(plan_->repeats || planned_window_ == window_->number)
++true
+# the engine begins a window in which an update has failed
+-if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;
++
+# the engine begins a window whose gradients users still see
+-(!plan_->repeats || sums_->exposed)) return false;
++(!plan_->repeats)) return false;
+# the engine begins a last backward pass after another one of its micro-batch
+-plan_->repeats && !window_->ran && window_
++plan_->repeats && window_
+# the engine begins a last backward pass after a change of the scale
+- && window_->sum_scale.is_one());
++);
+# sums that wait for their scale are published
+-slot->grad_state == GradState::kNotOurs && slot->beta.is_one() && parameter
++slot->grad_state == GradState::kNotOurs && parameter
+# sums of another shape than the parameter are published
+-sum.layout() == at::kStrided && sum.sizes() == parameter.sizes() &&
++sum.layout() == at::kStrided &&
+# sums of another dtype than p.grad are published
+- &&
+-           (!grad_dtype.has_value() || *grad_dtype == sum.scalar_type());
++;
+# sums are published, and users are not told
+-  sums_->exposed = true;
+-  return true;
++  return true;
+# a p.grad that the user has set is taken for the sum
+-slot->grad_state == GradState::kPublished && slot->is_placed(gradient) &&
++slot->grad_state == GradState::kPublished &&
+# a p.grad with a graph is taken for the sum
+-gradient.scalar_type() && !gradient.requires_grad() &&
++gradient.scalar_type() &&
+# a sum that is not in p.grad is left out of an update
+-slot->grad_state == GradState::kNotOurs && !slot->accumulator.defined();
++true;
+# an update leaves out what it should do but for the inner optimizer's step()
+-if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return
++if (!plan_ || !backwards_.empty() || !window_->ran) return
+# an update runs in the middle of a window
+-  if (window_->micro_step + 1 != plan_->steps || !may_use_plan()
++  if (!may_use_plan()
+# an update uses sums before the window's last change of their scale
+-!window_->sum_scale.is_one() || !have_parameters(groups, known) || !shows_only_sums()
++!have_parameters(groups, known) || !shows_only_sums()
+# an update leaves out parameters that were added to a group
+-!window_->sum_scale.is_one() || !have_parameters(groups, known) || !shows_only_sums()
++!window_->sum_scale.is_one() || !shows_only_sums()
+# an update ignores what was put into p.grad
+-!have_parameters(groups, known) || !shows_only_sums()) return false;
+-  window_->has_updated = false;
++!have_parameters(groups, known)) return false;
++  window_->has_updated = false;
+# gradients that an update has used count again
+-  sums_->consumed = true;
+# a change of p.grad after an update is not noticed
+-    if (gradient.defined()) slot->placed_version = gradient._version();
+# zero_grad() clears gradients that no update has used
+- || !backwards_.empty() || !sums_->consumed) return
++ || !backwards_.empty()) return
+# zero_grad() clears the gradients of a window that has begun
+-window_->micro_step != 0 || window_->ran || !have
++window_->micro_step != 0 || !have
+# zero_grad() keeps the hooks of parameters that have changed
+-!are_as_seen() || !shows_only_sums()
++!shows_only_sums()
+# zero_grad() is not reported to the profiler
+-  if (at::hasCallbacks()) return false;
++  // at::hasCallbacks()
+# zero_grad() leaves the state of p.grad
+-    sums_->set_state(*slot, GradState::kNotOurs);
++    //
+# users see sums after zero_grad()
+-  sums_->consumed = false;
+-  sums_->exposed = false;
++  sums_->consumed = false;
+# a gradient is added beside parts that modules have written
+-is_left_to_autograd(reason) && !slot->is_begun)
++is_left_to_autograd(reason))
+# a plan of sums with begun parts is published
+-return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
++return slot->grad_state == GradState::kNotOurs;
+# the first gradient of a bucket is added to memory of its own
+-(slot->in_reduce_bucket && !sum.defined())
++false
+# a gradient of another shape is added
+-  if (gradient.sizes() != parameter.sizes()) return false;
+# a gradient is added to a sum of another dtype than was asked for
+-return sum.scalar_type() == slot.accumulate_dtype && sum.device()
++return sum.device()
+# a gradient is added to itself
+- || gradient.is_alias_of(sum)) {
++) {
+# a sum that users see changes without a new version
+-    sum.unsafeGetTensorImpl()->bump_version();
+# a backward pass that was dropped still ends
+-  if (found == backwards_.end() || found->second != backward) return false;
+-  backwards_.erase(found);
++  if (found != backwards_.end()) backwards_.erase(found);
+# gradients are handled while another thread adds
+-  const Lock lock(mutex_);
+-  const Reason reason
++  const Reason reason
+# products are added while another thread adds
+-  const Lock lock(mutex_);
+-  if (left.size(0) == 0
++  if (left.size(0) == 0
+csrc/autograd:
 tests/nn/test_native_functions.py tests/nn/test_autograd.py tests/nn/test_model_training.py
 tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 # modules write products that are postponed
--if (postpones_ || slot.is_begun) return nullptr;
-+if (slot.is_begun) return nullptr;
+-if (postpones_ || slot.is_begun) return std
++if (slot.is_begun) return std
 # modules write to a sum beside a stack that is begun
--postpones_ || slot.is_begun) return
-+postpones_) return
+-if (postpones_ || slot.is_begun) return std
++if (postpones_) return std
 # modules write in a backward pass that autograd handles
--task && task->captures && !task->drops && task->scale
-+task && !task->drops && task->scale
+-backward && backward->captures && !backward->drops && backward->scale
++backward && !backward->drops && backward->scale
 # modules write a gradient of weight 0
--task->captures && !task->drops && task->scale
-+task->captures && task->scale
+-backward->captures && !backward->drops && backward->scale
++backward->captures && backward->scale
 # modules take a scale on a device for 1
--!task->drops && task->scale.on_host() &&
-+!task->drops &&
+-!backward->drops && backward->scale.on_host() &&
++!backward->drops &&
 # modules take a window's scale on a device for 1
--window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
-+!adds_in_python(slot, task->scale);
+-window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
++!must_add_in_python(slot, backward->scale);
 # modules write where Python must add
--window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
+-window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
 +window_->sum_scale.on_host();
 # modules make a sum outside its bucket
--return slot.in_reduce_bucket ? at::Tensor() : slot.new_sum();
-+return slot.new_sum();
-# modules write to a sum of another dtype
--sum.device() == *slot.device && sum.scalar_type() == slot.accumulate_dtype
-+sum.device() == *slot.device
+-    if (slot.in_reduce_bucket) return std::nullopt;
 # modules write to a sum that is no ordinary tensor
--is_plain(sum) && !sum.is_inference() && slot.beta
-+!sum.is_inference() && slot.beta
-# modules write to a sum of inference mode
--is_plain(sum) && !sum.is_inference() && slot.beta
-+is_plain(sum) && slot.beta
+-sum.device() == *slot.device && is_plain(sum) &&
++sum.device() == *slot.device &&
 # modules take a deferred scale on a device for 1
-- && slot.beta.on_host();
-+;
+- || !slot.beta.on_host()) return std::nullopt;
++) return std::nullopt;
 # modules write a product without rows
 -if (left.size(0) == 0 || left.dim() != 2) return false;
 +if (left.dim() != 2) return false;
 # modules write to sums with gaps in their memory
 - || !(sum.is_contiguous() || sum.t().is_contiguous())
 +
-# modules write a product of dtypes without a kernel
--  if (!are_pair(left.scalar_type(), sum.scalar_type())) return false;
 # modules write a product of the sum itself
 -  if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
 # modules write products with the scale before the window's last change
--const double scale = task->scale.value * window_->sum_scale.value;
-+const double scale = task->scale.value;
+-const double scale = backward->scale.value * window_->sum_scale.value;
++const double scale = backward->scale.value;
 # a first product is added to old memory
 -is_new ? 0 : slot->beta.value
 +slot->beta.value
 # a product leaves no taint if the backward pass fails
--  task->added = true;  // also if it fails half-way
+-  target->backward->added = true;  // also if it fails half-way
 -  if (!multiply(
 +  if (!multiply(
 # modules multiply by a deferred scale as the BLAS of a CPU rounds
@@ -281,24 +386,21 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 -      return false;  // a CPU's
 +    // a CPU's
 # modules add rows to a sum that waits for its scale
-- || !(is_new || slot->beta.is_one()))
-+)
+-  if (!target->is_new && !slot->beta.is_one()) return false;
 # modules add rows to old memory
--  if (is_new) sum.zero_();
+-  if (target->is_new) sum.zero_();
 # modules add rows of the sum itself
 - || gradients.is_alias_of(sum)) return false;
 +) return false;
 # modules add rows with the scale before the window's last change
--task->scale.value * window_->sum_scale.value,
--                   padding
-+task->scale.value,
-+                   padding
+-c10::IValue(), target->scale, padding
++c10::IValue(), target->backward->scale.value, padding
 # modules write to a weight whose node was replaced
 -node != nullptr && running->next_edge(position).function.get() == node
 +node != nullptr
 # a compiled graph writes to a weight that autograd does not differentiate by
-- && graph != nullptr && graph->count(node) != 0) end_ = node;
-+) end_ = node;
+- && graph != nullptr && graph->count(node) != 0) node_ = node;
++) node_ = node;
 # modules write in torch.autograd.grad()
 -wanted != nullptr && wanted->empty();
 +wanted != nullptr;
@@ -309,7 +411,7 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 -at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()
 +at::GradMode::is_enabled()
 # modules hide the gradient from a weight's hooks
-- && !has_hooks(end.variable);
+- && !has_hooks(node.variable);
 +;
 # modules of a compiled model hide the gradient from a weight's hooks
 -reason == Reason::kInModule) &&
@@ -378,19 +480,19 @@ tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
 -                    owner._stored(slot)
 +                    pass
 # without the engine, a backward pass that has failed is not forgotten
--return self._callbacks[task]() is None
+-return self._callbacks[backward]() is None
 +return False
 # without the engine, gradients of a frozen parameter are awaited
 -slot.param.requires_grad and owner.enter() is not None
 +owner.enter() is not None
-# without the engine, a task that was dropped ends
--self._tasks.get(task.identity) is not task
+# without the engine, a backward pass that was dropped ends
+-self._backwards.get(backward.identity) is not backward
 +False
 # without the engine, a hook stays on its node
 -            handle.remove()
 +            pass
-# without the engine, a task ends after discard()
--if owner is not None and owner._tasks.get(task.identity) is task:
+# without the engine, a backward pass ends after discard()
+-if owner is not None and owner._backwards.get(backward.identity) is backward:
 +if owner is not None:
 # without the engine, hooks are traced inside a compiled function
 -        @runs_as_written

@@ -74,15 +74,15 @@ fusedacc/autograd: tests/optimizer/test_compiled_training.py
 +pass
 fusedacc/autograd: tests/autograd/test_reasons.py tests/distributed/test_reduced_outside.py
 # a gradient that a reducer or a hook of the user needs is added by us
--if not task.captures or reason in LEFT_TO_AUTOGRAD:
-+if not task.captures:
+-if not backward.captures or reason in LEFT_TO_AUTOGRAD:
++if not backward.captures:
 fusedacc/optimizer: tests/optimizer/test_checkpoint_damage.py
 # inner state of another shape is loaded
 -check_inner_state(optimizer,
 +(lambda *_: None)(optimizer,
 fusedacc/autograd: tests/accumulators/test_peak_memory.py
 # a hook that the user runs after autograd has stored a gradient leaves two copies of it
--            elif task.captures and self._policy.adds_after_hooks():
+-            elif backward.captures and self._policy.adds_after_hooks():
 +            elif False:
 fusedacc/accumulators: tests/optimizer/test_update.py tests/accumulators
 # an unscaled sum takes the place of a scaled cast after the update
@@ -126,8 +126,8 @@ fusedacc/autograd: tests/autograd/test_new_nodes.py
 +has_former_node = False
 fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # what autograd has stored in mid-window stays in p.grad until step()
--if outermost and task.captures and self.collects_after(task):
-+if outermost and self.publishes_after(task):
+-if outermost and backward.captures and self.collects_after(backward):
++if outermost and self.publishes_after(backward):
 fusedacc/optimizer: tests/optimizer/test_inner_zero_grad.py
 # the inner optimizer's own zero_grad is not called
 -return getattr(self.inner.zero_grad, "__func__", None) is Optimizer.zero_grad

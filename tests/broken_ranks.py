@@ -10,7 +10,7 @@ fusedacc/distributed: tests/distributed/test_buckets.py
 +        self._kept = views
 fusedacc/optimizer: tests/distributed/test_no_sync.py
 # no_sync() by hand goes unseen
--self._synchronisation.check(task.stored)
+-self._synchronisation.check(backward.stored)
 +pass
 fusedacc/amp.py: tests/distributed/test_scaled_ranks.py
 # a rank without micro-batches does not divide by the loss scale
@@ -22,8 +22,8 @@ fusedacc/optimizer: tests/distributed/test_scaled_ranks.py
 +unused_scaling
 fusedacc/optimizer: tests/autograd/test_ignored.py
 # an ignored backward is counted by another inside it
--task = self._begin_ignored() if window.ignoring else
-+task = self._begin_ignored() if window.ignoring and outermost else
+-backward = self._begin_ignored() if window.ignoring else
++backward = self._begin_ignored() if window.ignoring and outermost else
 fusedacc/accumulators: tests/distributed/test_one_rank.py
 # a reducer writes over the gradients that ignore() has put aside
 -self._copy = None if owns_memory(gradient) else gradient.clone()
@@ -43,7 +43,7 @@ fusedacc/optimizer: tests/distributed/test_changed_training.py
 +            if gradient is not None and not (slot.sharded or gradient.requires_grad):
 +                stored.append(slot)
 # gradients that have a graph come after the reduction
--outermost and task.captures and self.ranks
+-outermost and backward.captures and self.ranks
 +outermost and self.ranks
 fusedacc/distributed: tests/distributed/test_changed_training.py
 # a bucket goes before the first gradient of what was unfrozen
@@ -70,7 +70,7 @@ fusedacc/accumulators: tests/distributed/test_reduced_outside.py
 +return may_be
 fusedacc/autograd: tests/distributed/test_reduced_outside.py
 # gradients are collected before the reducer has reduced them
--        if task.reduced_outside and is_awaited and not task.follows_reducer:
+-        if backward.reduced_outside and is_awaited and not backward.follows_reducer:
 +        if False:
 fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
 # FSDP2 gets an unsharded sum before what waits is added to it
@@ -82,8 +82,8 @@ fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
 -        group._orig_dtype = torch.float32
 +        pass
 # an exception in the backward pass in which FSDP2 synchronises leaves a window that updates
--task.added = task.added or withheld or window.withheld
-+task.added = task.added or withheld
+-backward.added = backward.added or withheld or window.withheld
++backward.added = backward.added or withheld
 fusedacc/distributed: tests/distributed/test_fsdp_unsharded.py
 # FSDP2 sends unsharded sums in float32 whatever was asked for
 -return sharded.reduce_dtype or sharded._unsharded_param.dtype
@@ -109,7 +109,7 @@ fusedacc/optimizer: tests/distributed/test_pipelines.py
 -if attached is None and not (adds_later and trains):
 +if attached is None:
 # a pipeline schedule finds no gradients in p.grad to divide
--captures = schedule or not (differentiable or left)
+-captures = schedule or not (differentiable or divides)
 +captures = schedule or not differentiable
 # a pipeline schedule divides the gradients of the backward pass before it
 -self.collect(self._slots, refresh)  # else the schedule divides it
@@ -132,7 +132,7 @@ fusedacc/distributed: tests/distributed/test_attached_pipelines.py::TestOnOneRan
 -if id(p) in accumulated and p.grad is not None
 +if False
 # products are not put off until W
--        capture.undone = []
+-        capture.postponed = []
 +        pass
 # products that W has not done are forgotten
 -            if count:
@@ -165,7 +165,7 @@ fusedacc/optimizer: tests/distributed/test_pipelines.py::TestOnOneRank
 -return self.micro.weight if divisor == 1 else self.micro.weight / divisor
 +return self.micro.weight
 # a failed step of an attached schedule goes unnoticed
--            task.added = task.added or self._added_in_schedule
+-            backward.added = backward.added or self._added_in_schedule
 +            pass
 fusedacc/distributed: tests/distributed/test_attached_pipelines.py -k once_in_a_window
 # FSDP2 reduces in each step of a pipeline schedule whatever it is told
@@ -177,7 +177,7 @@ fusedacc/distributed: tests/distributed/test_random_pipelines.py
 +for listener in list(_listeners)[:: -1 if __import__("torch").distributed.get_rank() > 1 else 1]:
 fusedacc/autograd: tests/distributed/test_attached_pipelines.py::TestOnOneRank
 # native code does the products that W is to do
--        self.engine.set_postpones(undone is not None)
+-        self.engine.set_postpones(postponed is not None)
 +        pass
 fusedacc/distributed:
 tests/distributed/test_attached_pipelines.py::test_ranks_that_differ_are_refused_on_every_rank

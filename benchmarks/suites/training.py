@@ -26,7 +26,7 @@ from torch import Tensor
 from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.accumulators.engine import BUCKET_BYTES
+from fusedacc.accumulators.engine import LAUNCH_BYTES
 from fusedacc.commands.timing import synchronize
 from fusedacc.traffic import TrafficMeter
 
@@ -46,7 +46,7 @@ NAMES = {"bfloat16": "bfloat16 into float32", "autocast": "float32, autocast to 
 
 def waiting_megabytes(device: torch.device) -> float:
     """Return how much memory the gradients may have that wait for a launch. On a CPU none wait."""
-    return BUCKET_BYTES / 1e6 if device.type == "cuda" else 0.0
+    return LAUNCH_BYTES / 1e6 if device.type == "cuda" else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

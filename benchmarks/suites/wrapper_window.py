@@ -4,7 +4,7 @@ One graph is as cheap as possible: one node whose backward makes all gradients i
 adding gradients is most of the time. The other is a stack of small Linear layers.
 
 --limits: after how many MiB of gradients is a launch best, on a GPU? Each way has another
-`fusedacc.accumulators.engine.BUCKET_BYTES`; parameters are those of GPT-2 in bfloat16. Rows of benchmark
+`fusedacc.accumulators.engine.LAUNCH_BYTES`; parameters are those of GPT-2 in bfloat16. Rows of benchmark
 "bucket".
 """
 
@@ -122,7 +122,7 @@ def limits(results: Results, effort: str, mebibytes: Sequence[int]) -> None:
     variants = []
     task = Parameters(Bare, model_shapes.shapes(parameters), BF16, device)
     for size in mebibytes:
-        with mock.patch.object(engine, "BUCKET_BYTES", size * 2**20):  # an engine reads it once
+        with mock.patch.object(engine, "LAUNCH_BYTES", size * 2**20):  # an engine reads it once
             run = task.window(loops.Wrapped)
         run()
         variants.append(counted_variant(f"{size} MiB", run))

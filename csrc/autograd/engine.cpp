@@ -81,6 +81,12 @@ bool have_parameters(const py::list& groups, const py::list& known) {
   return true;
 }
 
+// Whether a kernel may add to this sum of the slot. Users may have put it into p.grad.
+bool is_kernels_sum(const Slot& slot, const at::Tensor& sum) {
+  return sum.scalar_type() == slot.accumulate_dtype && sum.device() == *slot.device && is_plain(sum) &&
+         !sum.is_inference();
+}
+
 // Whether a kernel may take the gradient of the slot's parameter.
 bool is_ordinary(const Slot& slot, const at::Tensor& gradient) {
   return is_plain(gradient) && !slot.needs_eager && gradient.scalar_type() == slot.dtype &&
@@ -96,8 +102,8 @@ Engine::Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shar
       window_(std::move(window)),
       callbacks_(callbacks),
       queue_(limit, [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
-                           const std::shared_ptr<BackwardPass>& task) {
-        add_in_python(slots, std::move(gradients), task);
+                           const std::shared_ptr<BackwardPass>& backward) {
+        add_in_python(slots, std::move(gradients), backward);
       }) {
   for (PyObject* callback : {callbacks_.begin, callbacks_.receive, callbacks_.add, callbacks_.scale,
                              callbacks_.stored, callbacks_.finish}) {
@@ -131,11 +137,12 @@ bool Engine::deliver(const SlotPointer& slot, AccumulateGrad& node, const at::Te
   const Lock lock(mutex_);
   const Reason reason = reason_for(*slot, parameter, &node);
   if (reason == Reason::kFrozen) return false;
-  const std::shared_ptr<BackwardPass> task = enter();
-  if (!task) return false;
-  if (task->captures && !is_left_to_autograd(reason) && !slot->is_begun) {
-    if (!gradient.defined() || task->drops) return true;
-    if (is_ordinary(*slot, gradient) && add(task, slot, parameter, gradient, is_unshared)) return true;
+  const std::shared_ptr<BackwardPass> backward = enter();
+  if (!backward) return false;
+  if (backward->captures && !is_left_to_autograd(reason) && !slot->is_begun) {
+    if (!gradient.defined() || backward->drops) return true;
+    backward->added = true;  // also if it fails half-way
+    if (is_ordinary(*slot, gradient) && add(backward, slot, parameter, gradient, is_unshared)) return true;
   }
   return receive_in_python(slot, gradient, reason, is_unshared);
 }
@@ -148,12 +155,12 @@ bool Engine::receive_in_python(const SlotPointer& slot, const at::Tensor& gradie
 }
 
 void Engine::add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
-                           const std::shared_ptr<BackwardPass>& task) {
+                           const std::shared_ptr<BackwardPass>& backward) {
   with_gil([&] {
     py::list tensors(gradients.size());
     for (size_t i = 0; i < gradients.size(); ++i) tensors[i] = py::cast(std::move(gradients[i]));
     gradients.clear();
-    py::handle(callbacks_.add)(task, slots, tensors);
+    py::handle(callbacks_.add)(backward, slots, tensors);
   });
 }
 
@@ -164,45 +171,42 @@ void Engine::after_node(const SlotPointer& slot) {
   with_gil([&] { py::handle(callbacks_.stored)(slot); });
 }
 
-Number Engine::scale_of(const std::shared_ptr<BackwardPass>& task, const c10::Device& device) {
-  if (task->scale.on_host() && window_->sum_scale.on_host()) {
-    return {task->scale.value * window_->sum_scale.value, at::Tensor()};
+Number Engine::scale_of(const std::shared_ptr<BackwardPass>& backward, const c10::Device& device) {
+  if (backward->scale.on_host() && window_->sum_scale.on_host()) {
+    return {backward->scale.value * window_->sum_scale.value, at::Tensor()};
   }
   const std::optional<c10::Stream> stream = current_stream(device);
-  if (!task->product || task->product->stream != stream ||
-      !task->product->sum_scale.is_same(window_->sum_scale)) {
-    const Number value = with_gil([&] { return py::handle(callbacks_.scale)(task).cast<Number>(); });
-    task->product = {window_->sum_scale, stream, value};
+  if (!backward->product || backward->product->stream != stream ||
+      !backward->product->sum_scale.is_same(window_->sum_scale)) {
+    const Number value = with_gil([&] { return py::handle(callbacks_.scale)(backward).cast<Number>(); });
+    backward->product = {window_->sum_scale, stream, value};
   }
-  return task->product->value;
+  return backward->product->value;
 }
 
-bool Engine::adds_in_python(const Slot& slot, const Number& scale) const {
+bool Engine::must_add_in_python(const Slot& slot, const Number& scale) const {
   return !slot.is_native || is_watched || rounds_stochastically_ ||
          !(scale.on_host() || scale.tensor.device() == *slot.device);
 }
 
-bool Engine::add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot,
+bool Engine::add(const std::shared_ptr<BackwardPass>& backward, const SlotPointer& slot,
                  const at::Tensor& parameter, const at::Tensor& gradient, bool is_unshared) {
   if (slot->waits) queue_.flush();  // Python may make the sum, or apply its deferred scale
-  const Number scale = scale_of(task, gradient.device());
+  const Number scale = scale_of(backward, gradient.device());
   const at::Tensor sum = sums_->current(*slot);
-  if (adds_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
-    task->added = true;
-    task->in_python = true;
-    queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), task, /*may_wait=*/is_unshared);
+  if (must_add_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
+    backward->in_python = true;
+    queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, /*may_wait=*/is_unshared);
     return true;
   }
   if (gradient.sizes() != parameter.sizes()) return false;
   if (!sum.defined()) {
-    task->added = true;
     add_first(slot, parameter, gradient, scale, is_unshared);
     return true;
   }
-  const bool fits = sum.scalar_type() == slot->accumulate_dtype && sum.device() == gradient.device() &&
-                    sum.sizes() == gradient.sizes() && is_plain(sum) && !sum.is_inference();
-  if (!fits || gradient.is_alias_of(sum)) return false;
-  task->added = true;
+  if (!is_kernels_sum(*slot, sum) || sum.sizes() != gradient.sizes() || gradient.is_alias_of(sum)) {
+    return false;
+  }
   run(slot, sum, gradient, {scale, slot->beta}, is_unshared);
   note_written(*slot, sum, /*is_new=*/false);
   return true;
@@ -213,7 +217,7 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
   const at::ScalarType dtype = slot->accumulate_dtype;
   const bool is_own = gradient.scalar_type() == dtype && is_unshared && is_adoptable(gradient, parameter);
   if (is_own && (scale.is_one() || (!sums_->exposed && is_deferrable(scale, dtype)))) {
-    queue_.write(slot);
+    queue_.order_write(slot);
     sums_->put(*slot, gradient);
     slot->beta = scale;
     return;
@@ -226,7 +230,7 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
 void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
                  const Addition& addition, bool is_unshared) {
   if (!sum.is_cpu())
-    return queue_.add(slot, sum, gradient, addition, /*task=*/nullptr, /*may_wait=*/is_unshared);
+    return queue_.add(slot, sum, gradient, addition, /*backward=*/nullptr, /*may_wait=*/is_unshared);
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
   const bool is_flat = addition.scale.on_host() && addition.beta.on_host() && same_layout(gradient, sum);
   if (!is_flat) return run_addition({sum}, {gradient}, addition);
@@ -246,40 +250,38 @@ void Engine::note_written(Slot& slot, const at::Tensor& sum, bool is_new) {
 
 // Modules that write to sums
 
-std::shared_ptr<BackwardPass> Engine::task_to_write(const Slot& slot) {
-  if (postpones_ || slot.is_begun) return nullptr;
-  std::shared_ptr<BackwardPass> task = enter();
-  const bool writes = task && task->captures && !task->drops && task->scale.on_host() &&
-                      window_->sum_scale.on_host() && !adds_in_python(slot, task->scale);
-  return writes ? task : nullptr;
-}
-
-at::Tensor Engine::sum_to_write(const Slot& slot) const {
+std::optional<Engine::Target> Engine::target_for(const Slot& slot) {
+  if (postpones_ || slot.is_begun) return std::nullopt;
+  const std::shared_ptr<BackwardPass> backward = enter();
+  const bool writes = backward && backward->captures && !backward->drops && backward->scale.on_host() &&
+                      window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
+  if (!writes) return std::nullopt;
+  const double scale = backward->scale.value * window_->sum_scale.value;
   const at::Tensor sum = sums_->current(slot);
-  if (!sum.defined()) return slot.in_reduce_bucket ? at::Tensor() : slot.new_sum();
-  const bool fits = sum.device() == *slot.device && sum.scalar_type() == slot.accumulate_dtype &&
-                    is_plain(sum) && !sum.is_inference() && slot.beta.on_host();
-  return fits ? sum : at::Tensor();
+  if (!sum.defined()) {
+    if (slot.in_reduce_bucket) return std::nullopt;
+    return Target{backward, slot.new_sum(), /*is_new=*/true, scale};
+  }
+  if (!is_kernels_sum(slot, sum) || !slot.beta.on_host()) return std::nullopt;
+  return Target{backward, sum, /*is_new=*/false, scale};
 }
 
 bool Engine::add_product(const SlotPointer& slot, const at::Tensor& left, const at::Tensor& right,
                          ProductMethod method) {
   const Lock lock(mutex_);
   if (left.size(0) == 0 || left.dim() != 2) return false;
-  const std::shared_ptr<BackwardPass> task = task_to_write(*slot);
-  if (!task) return false;
-  const bool is_new = !sums_->current(*slot).defined();
-  const at::Tensor sum = sum_to_write(*slot);
-  if (!sum.defined() || sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
-  if (left.device() != sum.device() || right.device() != sum.device()) return false;
-  if (!are_pair(left.scalar_type(), sum.scalar_type())) return false;
+  if (left.device() != *slot->device || right.device() != *slot->device) return false;
+  if (!are_pair(left.scalar_type(), slot->accumulate_dtype)) return false;
+  const std::optional<Target> target = target_for(*slot);
+  if (!target) return false;
+  const at::Tensor& sum = target->sum;
+  if (sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
   if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
-  const double scale = task->scale.value * window_->sum_scale.value;
-  const double beta = is_new ? 0 : slot->beta.value;
-  if (!sum.is_cpu()) queue_.write(slot);
-  task->added = true;  // also if it fails half-way
-  if (!multiply(sum, left, right, method, scale, beta)) return false;
-  note_written(*slot, sum, is_new);
+  const double beta = target->is_new ? 0 : slot->beta.value;
+  if (!sum.is_cpu()) queue_.order_write(slot);
+  target->backward->added = true;  // also if it fails half-way
+  if (!multiply(sum, left, right, method, target->scale, beta)) return false;
+  note_written(*slot, sum, target->is_new);
   return true;
 }
 
@@ -312,30 +314,28 @@ bool Engine::add_rows(const SlotPointer& slot, const at::Tensor& rows, const at:
                       int64_t padding, bool by_frequency) {
   const Lock lock(mutex_);
   if (!gradients.is_cpu() || !slot->device->is_cpu()) return false;  // Triton adds rows on a GPU
-  const std::shared_ptr<BackwardPass> task = task_to_write(*slot);
-  if (!task) return false;
-  const bool is_new = !sums_->current(*slot).defined();
-  const at::Tensor sum = sum_to_write(*slot);
-  if (!sum.defined() || sum.dim() != 2 || !sum.is_contiguous() || !(is_new || slot->beta.is_one()))
-    return false;
-  if (!are_pair(gradients.scalar_type(), sum.scalar_type()) || gradients.is_alias_of(sum)) return false;
-  if (is_new) sum.zero_();
+  if (!are_pair(gradients.scalar_type(), slot->accumulate_dtype)) return false;
+  const std::optional<Target> target = target_for(*slot);
+  if (!target) return false;
+  const at::Tensor& sum = target->sum;
+  if (sum.dim() != 2 || !sum.is_contiguous() || gradients.is_alias_of(sum)) return false;
+  if (!target->is_new && !slot->beta.is_one()) return false;
   const at::Tensor named = rows.reshape({rows.numel()});
   at::Tensor terms = gradients.reshape({rows.numel(), sum.size(1)});
   if (sum.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();
   static const auto operation = library_operator("fusedacc::accumulate_rows_");
   torch::jit::Stack stack;
-  torch::jit::push(stack, sum, named, terms, c10::IValue(), task->scale.value * window_->sum_scale.value,
-                   padding, by_frequency);
-  task->added = true;  // also if it fails half-way
+  torch::jit::push(stack, sum, named, terms, c10::IValue(), target->scale, padding, by_frequency);
+  target->backward->added = true;  // also if it fails half-way
+  if (target->is_new) sum.zero_();
   operation.callBoxed(stack);
-  note_written(*slot, sum, is_new);
+  note_written(*slot, sum, target->is_new);
   return true;
 }
 
 void Engine::settle(const SlotPointer& slot) {
   const Lock lock(mutex_);
-  queue_.write(slot);
+  queue_.order_write(slot);
 }
 
 void Engine::flush() {
@@ -350,72 +350,75 @@ void Engine::join() {
 
 // Backward passes
 
-std::shared_ptr<BackwardPass> Engine::current_task() {
+std::shared_ptr<BackwardPass> Engine::current_backward() {
   const Lock lock(mutex_);
-  const auto found = tasks_.find(torch::autograd::get_current_graph_task_id());
-  return found == tasks_.end() ? nullptr : found->second;
+  const auto found = backwards_.find(torch::autograd::get_current_graph_task_id());
+  return found == backwards_.end() ? nullptr : found->second;
 }
 
 std::shared_ptr<BackwardPass> Engine::enter() {
   const Lock lock(mutex_);
   const int identity = torch::autograd::get_current_graph_task_id();
-  const auto found = tasks_.find(identity);
-  if (found != tasks_.end()) return found->second;
+  const auto found = backwards_.find(identity);
+  if (found != backwards_.end()) return found->second;
   return identity == -1 ? nullptr : begin(identity);
 }
 
-std::vector<std::shared_ptr<BackwardPass>> Engine::tasks() {
+std::vector<std::shared_ptr<BackwardPass>> Engine::backwards() {
   const Lock lock(mutex_);
   std::vector<std::shared_ptr<BackwardPass>> all;
-  for (const auto& [identity, task] : tasks_) all.push_back(task);
+  for (const auto& [identity, backward] : backwards_) all.push_back(backward);
   return all;
 }
 
 std::shared_ptr<BackwardPass> Engine::begin(int identity) {
-  const std::shared_ptr<BackwardPass> task = with_gil([&] {
+  const std::shared_ptr<BackwardPass> backward = with_gil([&] {
     if (may_begin()) {
-      auto found = std::make_shared<BackwardPass>();
-      found->scale.value = plan_->scale;
-      found->in_python = false;
-      return found;
+      auto created = std::make_shared<BackwardPass>();
+      created->scale.value = plan_->scale;
+      created->in_python = false;
+      return created;
     }
-    stop();
+    drop_plan();
     const py::object begun = py::handle(callbacks_.begin)();
     return begun.is_none() ? nullptr : begun.cast<std::shared_ptr<BackwardPass>>();
   });
-  if (!task) return nullptr;
-  task->identity = identity;
-  tasks_[identity] = task;
+  if (!backward) return nullptr;
+  backward->identity = identity;
+  backwards_[identity] = backward;
   const auto running = std::make_shared<bool>(true);
-  task->running = running;
-  queue_callback(task, running);
-  return task;
+  backward->running = running;
+  queue_callback(backward, running);
+  return backward;
 }
 
-void Engine::queue_callback(const std::shared_ptr<BackwardPass>& task, std::shared_ptr<void> running) {
+void Engine::queue_callback(const std::shared_ptr<BackwardPass>& backward, std::shared_ptr<void> running) {
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [engine = weak_from_this(), task, running = std::move(running)] {
+      [engine = weak_from_this(), backward, running = std::move(running)] {
         const std::shared_ptr<Engine> found = engine.lock();
-        if (found) found->finish(task);
+        if (found) found->finish(backward);
       });
 }
 
-void Engine::call_back(const std::shared_ptr<BackwardPass>& task) {
-  queue_callback(task, task->running.lock());
+void Engine::call_back(const std::shared_ptr<BackwardPass>& backward) {
+  queue_callback(backward, backward->running.lock());
 }
 
-void Engine::finish(const std::shared_ptr<BackwardPass>& task) {
+void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
   try {
     const Lock lock(mutex_);
-    const auto found = tasks_.find(task->identity);
-    if (found == tasks_.end() || found->second != task) return;  // `discard()` has dropped it
-    if (!task->in_python && tasks_.size() == 1) {
+    const auto found = backwards_.find(backward->identity);
+    if (found == backwards_.end() || found->second != backward) return;  // Python has dropped it
+    if (!backward->in_python && backwards_.size() == 1) {
       queue_.join();
-      // A parameter may have got another node, without our hook.
-      const bool is_unexpected = !sums_->always_exposed && any_gradient();
-      if (plan_ && !is_unexpected && (!is_last() || publish())) {
+      const bool is_done = with_gil([&] {
+        // A parameter may have got another node, without our hook.
+        const bool is_unexpected = !sums_->always_exposed && any_gradient();
+        return plan_ && !is_unexpected && (!is_last() || publish());
+      });
+      if (is_done) {
         queue_.forget();
-        tasks_.erase(found);
+        backwards_.erase(found);
         window_->ran = true;
         ++window_->num_backwards;
         return;
@@ -425,15 +428,15 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& task) {
     error.persist();               // another thread may report it
     throw;
   }
-  with_gil([&] { py::handle(callbacks_.finish)(task); });
+  with_gil([&] { py::handle(callbacks_.finish)(backward); });
 }
 
-bool Engine::drop(const std::shared_ptr<BackwardPass>& task) {
+bool Engine::drop(const std::shared_ptr<BackwardPass>& backward) {
   const Lock lock(mutex_);
-  const auto found = tasks_.find(task->identity);
-  if (found == tasks_.end() || found->second != task) return false;
-  tasks_.erase(found);
-  if (tasks_.empty()) {
+  const auto found = backwards_.find(backward->identity);
+  if (found == backwards_.end() || found->second != backward) return false;
+  backwards_.erase(found);
+  if (backwards_.empty()) {
     queue_.drop();  // of a backward pass that has failed; others have launched all
     queue_.join();
     queue_.forget();
@@ -443,17 +446,14 @@ bool Engine::drop(const std::shared_ptr<BackwardPass>& task) {
 
 // Windows
 
-void Engine::go_on(Plan plan) {
-  plan.window = window_->number;
+void Engine::set_plan(Plan plan) {
   plan_ = plan;
+  planned_window_ = window_->number;
 }
 
-void Engine::stop() { plan_.reset(); }
+void Engine::drop_plan() { plan_.reset(); }
 
-void Engine::set_slots(std::vector<SlotPointer> slots) {
-  const Lock lock(mutex_);
-  std::swap(slots_, slots);
-}
+void Engine::set_slots(std::vector<SlotPointer> slots) { std::swap(slots_, slots); }
 
 void Engine::set_condition(const std::string& name, bool holds) {
   if (holds) {
@@ -463,18 +463,18 @@ void Engine::set_condition(const std::string& name, bool holds) {
   }
 }
 
-bool Engine::is_usual() const {
-  return plan_.has_value() && (plan_->repeats || plan_->window == window_->number) && conditions_.empty() &&
+bool Engine::plan_applies() const {
+  return plan_.has_value() && (plan_->repeats || planned_window_ == window_->number) && conditions_.empty() &&
          !is_watched && !is_bypassed_ && window_->is_plain() && sums_->num_ignored == 0;
 }
 
-bool Engine::may_go_on() const { return is_usual() && !sums_->consumed; }
+bool Engine::may_use_plan() const { return plan_applies() && !sums_->consumed; }
 
 bool Engine::may_begin() const {
-  if (!tasks_.empty() || !may_go_on() || at::GradMode::is_enabled()) return false;
+  if (!backwards_.empty() || !may_use_plan() || at::GradMode::is_enabled()) return false;
   if (on_gpu_ && is_capturing()) return false;  // Python refuses to capture a part of a window
   if (sums_->always_exposed) return true;
-  if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;  // the update has failed
+  if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;  // full: its update has failed
   const bool is_first = window_->micro_step == 0 && !window_->ran;
   if (is_first && (!plan_->repeats || sums_->exposed)) return false;
   return !is_last() || (plan_->repeats && !window_->ran && window_->sum_scale.is_one());
@@ -504,7 +504,8 @@ bool Engine::shows_only_sums() const {
     const at::Tensor& gradient = slot->parameter().grad();
     if (!gradient.defined()) return slot->grad_state == GradState::kNotOurs && !slot->accumulator.defined();
     return slot->grad_state == GradState::kPublished && slot->is_placed(gradient) &&
-           gradient.scalar_type() == slot->parameter().scalar_type() && !gradient.requires_grad();
+           slot->parameter().grad_dtype() == gradient.scalar_type() && !gradient.requires_grad() &&
+           gradient.scalar_type() == slot->parameter().scalar_type();
   });
 }
 
@@ -521,25 +522,25 @@ bool Engine::any_gradient() const {
 bool Engine::step(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);  // another thread's backward pass may hold it
   if (!lock.owns_lock()) return false;
-  if (!plan_ || !tasks_.empty() || !window_->ran || window_->micro_step + 1 >= plan_->steps) return false;
-  if (!may_go_on() || !have_parameters(groups, known) || any_gradient()) return false;
+  if (!plan_ || !backwards_.empty() || !window_->ran || window_->micro_step + 1 >= plan_->steps) return false;
+  if (!may_use_plan() || !have_parameters(groups, known) || any_gradient()) return false;
   window_->has_updated = false;
   window_->count_micro_batch();
   return true;
 }
 
-bool Engine::zero_grad() {
+bool Engine::has_nothing_to_clear() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (!plan_ || !tasks_.empty() || window_->ran) return false;
-  return 0 < window_->micro_step && window_->micro_step < plan_->steps && may_go_on();
+  if (!plan_ || !backwards_.empty() || window_->ran) return false;
+  return 0 < window_->micro_step && window_->micro_step < plan_->steps && may_use_plan();
 }
 
 bool Engine::begin_update(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (!plan_ || !plan_->updates_plainly || !tasks_.empty() || !window_->ran) return false;
-  if (window_->micro_step + 1 != plan_->steps || !may_go_on() || !sums_->exposed) return false;
+  if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return false;
+  if (window_->micro_step + 1 != plan_->steps || !may_use_plan() || !sums_->exposed) return false;
   if (!window_->sum_scale.is_one() || !have_parameters(groups, known) || !shows_only_sums()) return false;
   window_->has_updated = false;
   window_->count_micro_batch();
@@ -562,7 +563,7 @@ bool Engine::clear_used(const py::list& groups, const py::list& known) {
   if (!lock.owns_lock()) return false;
   if (on_gpu_) return false;             // Python hooks new nodes if another stream is current
   if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
-  if (!is_usual() || !plan_->updates_plainly || !tasks_.empty() || !sums_->consumed) return false;
+  if (!plan_applies() || !plan_->updates_plainly || !backwards_.empty() || !sums_->consumed) return false;
   if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;
   if (!are_as_seen() || !shows_only_sums()) return false;
   for (const SlotPointer& slot : slots_) {

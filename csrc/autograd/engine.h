@@ -24,9 +24,14 @@ namespace fusedacc::autograd {
 using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
                          int32_t sum_dtype, bool overwrites, const Multipliers* by);
 
-// The method that adds a product to a sum: not chosen yet; Python; torch's addmm; its addmm of 16-bit
-// operands into a float32 sum on a GPU; or method w of libfusedacc.so's operator for CPUs, as kOperator + w.
-enum class ProductMethod : int8_t { kUnknown, kPython, kBlas, kWideningBlas, kOperator };
+// The method that adds a product to a sum. Python has the same numbers (fusedacc/kernels/constants.py).
+enum class ProductMethod : int8_t {
+  kUnknown,       // not chosen yet
+  kPython,        // only Python can
+  kBlas,          // torch's addmm
+  kWideningBlas,  // its addmm of 16-bit operands into a float32 sum on a GPU
+  kOperator,      // and above: libfusedacc.so's operator for CPUs, by method `value - kOperator`
+};
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -40,13 +45,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     // Handles a gradient: called with a slot, the gradient, the reason and whether only the engine of
     // autograd refers to it. Returns whether it was taken.
     PyObject* receive;
-    // Adds gradients: called with a task, slots and gradients.
+    // Adds gradients: called with a backward pass, slots and gradients.
     PyObject* add;
-    // Returns the task's scale times the window's `sum_scale`.
+    // Returns the backward pass's scale times the window's `sum_scale`.
     PyObject* scale;
     // Called after the node of a slot has run: `after_node`.
     PyObject* stored;
-    // Ends a task.
+    // Ends a backward pass.
     PyObject* finish;
   };
 
@@ -65,7 +70,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool deliver(const SlotPointer& slot, torch::autograd::AccumulateGrad& node, const at::Tensor& gradient);
   // Called after the node has run.
   void after_node(const SlotPointer& slot);
-  // Adds to the sum of a slot within a module's backward, or returns false with nothing done. Operands are
+  // Adds to the sum of a slot within a module's backward, or returns false with nothing added. Operands are
   // matrices: sum = beta * sum + scale * left^T right, or sum[i] += scale * (the gradients of row i).
   bool add_product(const SlotPointer& slot, const at::Tensor& left, const at::Tensor& right,
                    ProductMethod method);
@@ -81,16 +86,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Backward passes
 
-  // The task of the running backward pass, or null if the engine does not know it.
-  std::shared_ptr<BackwardPass> current_task();
-  // The same; an unknown one begins. Null where autograd handles it alone.
+  // The backward pass in which this thread runs; null if the engine does not know it.
+  std::shared_ptr<BackwardPass> current_backward();
+  // The same, but an unknown one begins. Null where autograd handles it alone.
   std::shared_ptr<BackwardPass> enter();
-  // All tasks, with those that have failed.
-  std::vector<std::shared_ptr<BackwardPass>> tasks();
+  // All backward passes, with those that have failed.
+  std::vector<std::shared_ptr<BackwardPass>> backwards();
   // Calls `finish` again, after the callbacks that are queued now.
-  void call_back(const std::shared_ptr<BackwardPass>& task);
-  // Forgets a task. Returns whether it was known.
-  bool drop(const std::shared_ptr<BackwardPass>& task);
+  void call_back(const std::shared_ptr<BackwardPass>& backward);
+  // Forgets a backward pass. Returns whether it was known.
+  bool drop(const std::shared_ptr<BackwardPass>& backward);
 
   // Windows
 
@@ -105,18 +110,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool repeats = false;
     // Whether an update needs only what p.grad holds after a window's last backward pass.
     bool updates_plainly = false;
-    int64_t window = 0;  // the number of the window for which it was made
   };
-  void go_on(Plan plan);
-  // Python begins the next backward pass.
-  void stop();
+  void set_plan(Plan plan);
+  // Drops the plan: Python begins the next backward pass.
+  void drop_plan();
   // Record whether the named condition holds. While any does, Python begins and ends all backward passes.
   void set_condition(const std::string& name, bool holds);
   void set_slots(std::vector<SlotPointer> slots);
-  // Run `step()` and `zero_grad()` in the middle of a window; false leaves that to Python. groups: of the
-  // inner optimizer. known: the parameters of each group as Python has seen them last.
+  // Runs `step()` in the middle of a window; false leaves it to Python. groups: of the inner optimizer.
+  // known: the parameters of each group as Python has seen them last.
   bool step(const pybind11::list& groups, const pybind11::list& known);
-  bool zero_grad();
+  // Whether `zero_grad()` now does nothing, because it is in the middle of a window.
+  bool has_nothing_to_clear();
   // Ends a window's last micro-batch, if its update has only to run the inner optimizer; else false.
   // Arguments as of `step`.
   bool begin_update(const pybind11::list& groups, const pybind11::list& known);
@@ -144,10 +149,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shared_ptr<WindowState> window,
          Callbacks callbacks);
 
-  // Whether nothing is unusual but what `may_go_on` also asks for.
-  bool is_usual() const;
-  // Whether this code may handle a backward pass, a `step()` or a `zero_grad()`.
-  bool may_go_on() const;
+  // Whether there is a plan for this window, and nothing unusual has happened.
+  bool plan_applies() const;
+  // The same, and no update has used the gradients in p.grad. Then this code may handle a backward pass, a
+  // `step()` or a `zero_grad()`.
+  bool may_use_plan() const;
   // Whether it may begin the next backward pass.
   bool may_begin() const;
   bool is_last() const { return plan_->steps != 0 && window_->micro_step + 1 >= plan_->steps; }
@@ -156,44 +162,54 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Whether every p.grad is what was put there, or is not there.
   bool shows_only_sums() const;
   std::shared_ptr<BackwardPass> begin(int identity);
-  void queue_callback(const std::shared_ptr<BackwardPass>& task, std::shared_ptr<void> running);
-  void finish(const std::shared_ptr<BackwardPass>& task);
+  void queue_callback(const std::shared_ptr<BackwardPass>& backward, std::shared_ptr<void> running);
+  void finish(const std::shared_ptr<BackwardPass>& backward);
   bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason,
                          bool is_unshared);
   void add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
-                     const std::shared_ptr<BackwardPass>& task);
-  // The factor of a task's gradients on the current stream of this device.
-  Number scale_of(const std::shared_ptr<BackwardPass>& task, const c10::Device& device);
+                     const std::shared_ptr<BackwardPass>& backward);
+  // The factor of a backward pass's gradients on the current stream of this device.
+  Number scale_of(const std::shared_ptr<BackwardPass>& backward, const c10::Device& device);
   // Adds an ordinary gradient; false where Python must.
-  bool add(const std::shared_ptr<BackwardPass>& task, const SlotPointer& slot, const at::Tensor& parameter,
-           const at::Tensor& gradient, bool is_unshared);
+  bool add(const std::shared_ptr<BackwardPass>& backward, const SlotPointer& slot,
+           const at::Tensor& parameter, const at::Tensor& gradient, bool is_unshared);
   void add_first(const SlotPointer& slot, const at::Tensor& parameter, const at::Tensor& gradient,
                  const Number& scale, bool is_unshared);
+  // Adds now on a CPU, and with the next launch on a GPU.
   void run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
            const Addition& addition, bool is_unshared);
-  bool adds_in_python(const Slot& slot, const Number& scale) const;
-  // The task in which a module may write to the slot's sum; null where Python must.
-  std::shared_ptr<BackwardPass> task_to_write(const Slot& slot);
-  // The sum that a module may write to, or undefined.
-  at::Tensor sum_to_write(const Slot& slot) const;
+  bool must_add_in_python(const Slot& slot, const Number& scale) const;
+  // The slot's sum, to which a module may write in a running backward pass.
+  struct Target {
+    const std::shared_ptr<BackwardPass> backward;
+    const at::Tensor sum;
+    const bool is_new;  // new memory, which holds nothing yet
+    const double scale;
+  };
+  // None where Python must write.
+  std::optional<Target> target_for(const Slot& slot);
   bool multiply(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right, ProductMethod method,
                 double scale, double beta);
+  // Makes a sum current that was written, or is in a batch that waits.
   void note_written(Slot& slot, const at::Tensor& sum, bool is_new);
 
   const AddFlat add_;
   const std::shared_ptr<Sums> sums_;
   const std::shared_ptr<WindowState> window_;
   const Callbacks callbacks_;
-  std::recursive_mutex mutex_;  // an operator may run Python, which may call back
+  // Guards the queue, the backward passes and the sums. An operator may run Python, which may call back.
+  std::recursive_mutex mutex_;
   LaunchQueue queue_;
-  std::unordered_map<int, std::shared_ptr<BackwardPass>> tasks_;
+  std::unordered_map<int, std::shared_ptr<BackwardPass>> backwards_;
+  // The GIL guards these four.
   std::optional<Plan> plan_;
+  int64_t planned_window_ = 0;  // the number of the window for which the plan was made
   std::unordered_set<std::string> conditions_;
+  std::vector<SlotPointer> slots_;
   bool rounds_stochastically_ = false;
   bool postpones_ = false;
   bool on_gpu_ = false;
   std::atomic<bool> is_bypassed_{false};
-  std::vector<SlotPointer> slots_;
 };
 
 }  // namespace fusedacc::autograd

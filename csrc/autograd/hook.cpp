@@ -14,8 +14,8 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// What both hooks have. They refer weakly to the engine and the slot, because a graph of the user may keep
-// the node, and do nothing once the slot has another node.
+// The base of both hooks. A hook refers weakly to the engine and the slot, because a user's graph may keep
+// the node. It does nothing once the slot has another node.
 class Hook {
  public:
   virtual ~Hook() = default;
@@ -112,17 +112,17 @@ bool has_post_accumulate_hook(const at::Tensor& parameter) {
          is_filled(python->post_accumulate_grad_hooks);
 }
 
-AccumulateGrad* accumulate_node(PyObject* node) {
+AccumulateGrad* to_accumulate_grad(PyObject* node) {
   if (!torch::autograd::THPCppFunction_Check(node)) return nullptr;
   return dynamic_cast<AccumulateGrad*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata.get());
 }
 
 void attach(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, PyObject* object) {
-  AccumulateGrad* const node = accumulate_node(object);
+  AccumulateGrad* const node = to_accumulate_grad(object);
   TORCH_CHECK(node != nullptr, "node is no AccumulateGrad node");
   slot->node = node;
   if (node->variable.is_cuda()) engine->note_gpu();
-  // The lists must not change while the node runs, which then has the hooks.
+  // While the node runs its lists must not change, but then it already has our hooks.
   if (find_hook(node->pre_hooks(), engine, slot) != nullptr) return;
   node->add_pre_hook(std::make_unique<BeforeNode>(engine, slot, node));
   node->add_post_hook(std::make_unique<AfterNode>(engine, slot, node));

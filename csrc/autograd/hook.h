@@ -24,6 +24,6 @@ bool has_post_accumulate_hook(const at::Tensor& parameter);
 void attach(const std::shared_ptr<Engine>& engine, const std::shared_ptr<Slot>& slot, PyObject* node);
 
 // The node of Python's object for an AccumulateGrad node; null for other objects.
-torch::autograd::AccumulateGrad* accumulate_node(PyObject* node);
+torch::autograd::AccumulateGrad* to_accumulate_grad(PyObject* node);
 
 }  // namespace fusedacc::autograd

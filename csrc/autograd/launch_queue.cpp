@@ -47,21 +47,23 @@ void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Ten
 }
 
 void LaunchQueue::add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-                      const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait) {
-  if (slot->waits) flush();  // no launch adds to a sum twice
+                      const Addition& addition, const std::shared_ptr<BackwardPass>& backward,
+                      bool may_wait) {
   const std::optional<c10::Stream> stream = current_stream(gradient.device());
   const auto fits = [&](const Batch& batch) {
-    return batch.stream == stream && batch.gradient_dtype == gradient.scalar_type() && batch.task == task &&
-           batch.addition.is_same(addition);
+    return batch.stream == stream && batch.gradient_dtype == gradient.scalar_type() &&
+           batch.backward == backward && batch.addition.is_same(addition);
   };
   auto batch = std::find_if(batches_.begin(), batches_.end(), fits);
   if (batch == batches_.end()) {
-    batches_.push_back(
-        {.stream = stream, .gradient_dtype = gradient.scalar_type(), .addition = addition, .task = task});
+    batches_.push_back({.stream = stream,
+                        .gradient_dtype = gradient.scalar_type(),
+                        .addition = addition,
+                        .backward = backward});
     batch = batches_.end() - 1;
   }
   batch->slots.push_back(slot);
-  if (task == nullptr) batch->sums.push_back(sum);
+  if (backward == nullptr) batch->sums.push_back(sum);
   batch->gradients.push_back(gradient);
   slot->waits = true;
   nbytes_ += static_cast<int64_t>(gradient.nbytes());
@@ -78,7 +80,7 @@ void LaunchQueue::order(const std::shared_ptr<Slot>& slot, const c10::Stream& st
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
 }
 
-void LaunchQueue::write(const std::shared_ptr<Slot>& slot) {
+void LaunchQueue::order_write(const std::shared_ptr<Slot>& slot) {
   if (slot->waits) flush();
   const std::optional<c10::Stream> stream = current_stream(slot->parameter().device());
   if (stream.has_value()) order(slot, *stream);
@@ -96,10 +98,10 @@ void LaunchQueue::flush() {
       for (const auto& slot : batch.slots) order(slot, *batch.stream);
     }
     const c10::OptionalStreamGuard on_stream(batch.stream);
-    if (batch.task == nullptr) {
+    if (batch.backward == nullptr) {
       run_addition(batch.sums, batch.gradients, batch.addition);
     } else {
-      add_in_python_(batch.slots, std::move(batch.gradients), batch.task);
+      add_in_python_(batch.slots, std::move(batch.gradients), batch.backward);
     }
   }
 }
@@ -116,11 +118,11 @@ void LaunchQueue::forget() {
 }
 
 void LaunchQueue::drop() {
-  for (const Batch& batch : batches_) {
+  const std::vector<Batch> batches = std::exchange(batches_, {});
+  nbytes_ = 0;
+  for (const Batch& batch : batches) {
     for (const auto& slot : batch.slots) slot->waits = false;
   }
-  batches_.clear();
-  nbytes_ = 0;
 }
 
 }  // namespace fusedacc::autograd

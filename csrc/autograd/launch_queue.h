@@ -37,7 +37,7 @@ void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Ten
 class LaunchQueue {
  public:
   using Slots = std::vector<std::shared_ptr<Slot>>;
-  // Adds the gradients of these slots in Python, in the given task.
+  // Adds the gradients of these slots in Python, in the given backward pass.
   using AddInPython =
       std::function<void(const Slots&, std::vector<at::Tensor>, const std::shared_ptr<BackwardPass>&)>;
 
@@ -45,13 +45,15 @@ class LaunchQueue {
   LaunchQueue(int64_t limit, AddInPython add_in_python)
       : limit_(limit), add_in_python_(std::move(add_in_python)) {}
 
-  // Adds to the slot's sum on the current stream, with the next launch. may_wait: whether no other tensor
-  // object is the gradient. Its memory may be shared: a hook must not write later to what it has returned.
-  // task: null, or that in which Python adds the gradient. Then sum and addition are not used.
+  // Adds to the slot's sum, for which nothing waits, on the current stream with the next launch. may_wait:
+  // whether no other tensor object is the gradient. Its memory may be shared: a hook must not write later to
+  // what it has returned. backward: null, or that in which Python adds the gradient, without the sum and the
+  // addition.
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, const std::shared_ptr<BackwardPass>& task, bool may_wait);
-  // The caller is about to write to the slot's sum on the current stream: after all earlier writes to it.
-  void write(const std::shared_ptr<Slot>& slot);
+           const Addition& addition, const std::shared_ptr<BackwardPass>& backward, bool may_wait);
+  // The caller is about to write to the slot's sum on the current stream: orders this after all earlier
+  // writes to the sum.
+  void order_write(const std::shared_ptr<Slot>& slot);
   // Launches all that waits.
   void flush();
   // Launches all that waits, and lets the current streams wait for all writes. Each thread that ends a
@@ -68,7 +70,7 @@ class LaunchQueue {
     const std::optional<c10::Stream> stream;
     const at::ScalarType gradient_dtype;
     const Addition addition;
-    const std::shared_ptr<BackwardPass> task;  // null where native code adds
+    const std::shared_ptr<BackwardPass> backward;  // null where native code adds
     Slots slots{};
     std::vector<at::Tensor> sums{};
     std::vector<at::Tensor> gradients{};

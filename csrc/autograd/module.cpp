@@ -107,7 +107,7 @@ void define_state(py::module_& module) {
       .def_readwrite("in_reduce_bucket", &Slot::in_reduce_bucket)
       .def_readwrite("may_be_reduced_outside", &Slot::may_be_reduced_outside)
       .def_readwrite("is_begun", &Slot::is_begun)
-      .def_readwrite("sharded", &Slot::is_sharded)
+      .def_readwrite("sharded", &Slot::sharded)
       .def_readwrite("has_path", &Slot::has_path)
       .def("describe_to_engine",
            [](Slot& slot, at::Device device, at::ScalarType dtype, at::ScalarType accumulate_dtype) {
@@ -160,16 +160,16 @@ void define_state(py::module_& module) {
 }
 
 void define_engine(py::module_& module) {
-  // A hook that holds the mutex may let a tensor go, which takes the GIL.
+  // These methods wait for the mutex, whose holder may need the GIL: release the GIL first.
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<BackwardPass, std::shared_ptr<BackwardPass>>(module, "BackwardPass")
       .def(py::init([](bool captures, Number scale, bool ignored, bool drops) {
-             auto task = std::make_shared<BackwardPass>();
-             task->captures = captures;
-             task->scale = std::move(scale);
-             task->ignored = ignored;
-             task->drops = drops;
-             return task;
+             auto backward = std::make_shared<BackwardPass>();
+             backward->captures = captures;
+             backward->scale = std::move(scale);
+             backward->ignored = ignored;
+             backward->drops = drops;
+             return backward;
            }),
            py::arg("captures") = true, py::arg("scale") = 1.0, py::arg("ignored") = false,
            py::arg("drops") = false)
@@ -186,8 +186,9 @@ void define_engine(py::module_& module) {
       .def_readwrite("inner", &BackwardPass::inner)
       .def_readwrite("in_python", &BackwardPass::in_python)
       .def_readwrite("identity", &BackwardPass::identity)
-      .def("note_stored",
-           [](BackwardPass& task, std::shared_ptr<Slot> slot) { task.stored.push_back(std::move(slot)); });
+      .def("note_stored", [](BackwardPass& backward, std::shared_ptr<Slot> slot) {
+        backward.stored.push_back(std::move(slot));
+      });
   py::class_<EngineLock>(module, "EngineLock")
       .def("__enter__", &EngineLock::enter)
       .def("__exit__", &EngineLock::exit);
@@ -212,26 +213,26 @@ void define_engine(py::module_& module) {
       .def("detach", [](Engine&, Slot& slot) { slot.node = nullptr; })
       .def("collect_after_node",
            [](Engine&, Slot& slot) { slot.collects_in = torch::autograd::get_current_graph_task_id(); })
-      .def("has_failed", [](Engine&, const BackwardPass& task) { return task.running.expired(); })
+      .def("has_failed", [](Engine&, const BackwardPass& backward) { return backward.running.expired(); })
       .def("settle", &Engine::settle, without_gil)
       .def("flush", &Engine::flush, without_gil)
       .def("join", &Engine::join, without_gil)
-      .def("current_task", &Engine::current_task, without_gil)
+      .def("current_backward", &Engine::current_backward, without_gil)
       .def("enter", &Engine::enter, without_gil)
-      .def("tasks", &Engine::tasks, without_gil)
+      .def("backwards", &Engine::backwards, without_gil)
       .def("call_back", &Engine::call_back, without_gil)
       .def("drop", &Engine::drop, without_gil)
       .def(
-          "go_on",
+          "set_plan",
           [](Engine& engine, double scale, int64_t steps, bool repeats, bool updates_plainly) {
-            engine.go_on({scale, steps, repeats, updates_plainly, /*window=*/0});
+            engine.set_plan({scale, steps, repeats, updates_plainly});
           },
           py::arg("scale"), py::arg("steps"), py::arg("repeats"), py::arg("updates_plainly"))
-      .def("stop", &Engine::stop)
+      .def("drop_plan", &Engine::drop_plan)
       .def("set_condition", &Engine::set_condition)
-      .def("set_slots", &Engine::set_slots, without_gil)
+      .def("set_slots", &Engine::set_slots)
       .def("step", &Engine::step)
-      .def("zero_grad", &Engine::zero_grad)
+      .def("has_nothing_to_clear", &Engine::has_nothing_to_clear)
       .def("begin_update", &Engine::begin_update)
       .def("end_update", &Engine::end_update)
       .def("clear_used", &Engine::clear_used)
@@ -243,7 +244,7 @@ void define_engine(py::module_& module) {
       .def_static("set_watched", &Engine::set_watched)
       .def_static("reason_for", [](const Slot& slot) { return name_of(reason_for(slot)); })
       .def_static("may_write", [](const Slot& slot, py::handle node) {
-        const auto* end = accumulate_node(node.ptr());
+        const auto* end = to_accumulate_grad(node.ptr());
         return end != nullptr && may_write(slot, *end);
       });
   py::class_<WeightSum, std::shared_ptr<WeightSum>>(module, "WeightSum")

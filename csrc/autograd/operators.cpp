@@ -344,13 +344,13 @@ class Selected : public torch::autograd::Function<Selected> {
   static constexpr uint32_t kWeight = 0;
   static constexpr size_t kArguments = 4;
 
-  static Tensor forward(AutogradContext* context, const Tensor& weight, const OptionalTensor& at,
+  static Tensor forward(AutogradContext* context, const Tensor& weight, const OptionalTensor& position,
                         int64_t index, const Tensor& ticket) {
     context->set_materialize_grads(false);
     context->saved_data["sizes"] = weight.sym_sizes();
     context->saved_data["index"] = index;
-    context->save_for_backward({at.value_or(Tensor()), Ticket::keep(context, ticket)});
-    return matrix_of(weight.detach(), at, index);
+    context->save_for_backward({position.value_or(Tensor()), Ticket::keep(context, ticket)});
+    return matrix_of(weight.detach(), position, index);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -358,26 +358,27 @@ class Selected : public torch::autograd::Function<Selected> {
     const Tensor& gradient = gradients[0];
     if (!gradient.defined() || !context->needs_input_grad(kWeight)) return results;
     const variable_list saved = context->get_saved_variables();
-    const Tensor& at = saved[0];
+    const Tensor& position = saved[0];
     const Ticket ticket(context, saved[1]);
     const int64_t index = context->saved_data["index"].toInt();
     if (ticket.is_traced()) {
-      trace("add_part", ticket.traced(), gradient, at.defined() ? OptionalTensor(at) : std::nullopt, index);
+      trace("add_part", ticket.traced(), gradient,
+            position.defined() ? OptionalTensor(position) : std::nullopt, index);
       return results;
     }
     const auto sizes = context->saved_data["sizes"].toSymIntVector();
-    int64_t part = at.defined() ? at.item<int64_t>() : index;
+    int64_t part = position.defined() ? position.item<int64_t>() : index;
     if (part < 0) part += sizes[0].expect_int();
     if (!try_add(ticket, kWeight, only_in_python, "add_part", gradient, part)) {
-      results[kWeight] = at::select_backward_symint(gradient, context->saved_data["sizes"].toSymIntVector(),
-                                                    /*dim=*/0, part);
+      results[kWeight] = at::select_backward_symint(gradient, sizes, /*dim=*/0, part);
     }
     return results;
   }
 
-  // As PyTorch computes weight[at], which a compiler cannot trace if it does not know the index.
-  static Tensor matrix_of(const Tensor& weight, const OptionalTensor& at, int64_t index) {
-    return weight.select_symint(/*dim=*/0, at.has_value() ? at->item().toSymInt() : c10::SymInt(index));
+  // As PyTorch computes weight[position], which a compiler cannot trace if it does not know the index.
+  static Tensor matrix_of(const Tensor& weight, const OptionalTensor& position, int64_t index) {
+    return weight.select_symint(/*dim=*/0,
+                                position.has_value() ? position->item().toSymInt() : c10::SymInt(index));
   }
 };
 
@@ -460,13 +461,14 @@ Tensor grouped(const Tensor& rows, const Tensor& weight, const Tensor& offs, con
   return Grouped::apply(rows, weight, offs, ticket, inward);
 }
 
-// Computes weight[at] for a tensor of one index, or weight[index].
-Tensor selected(const Tensor& weight, const OptionalTensor& at, int64_t index, const Tensor& ticket) {
-  return Selected::apply(weight, at, index, ticket);
+// Computes weight[position] for a tensor of one index, or weight[index].
+Tensor selected(const Tensor& weight, const OptionalTensor& position, int64_t index, const Tensor& ticket) {
+  return Selected::apply(weight, position, index, ticket);
 }
 
-// The operators' kernels without autograd, and with it. A graph calls the operators with whatever comes at
-// run time, so those with autograd check again, and leave to PyTorch what it must compute, or refuse.
+// The operators' kernels: `plain_*` without autograd, `recorded_*` with it. A graph calls the operators with
+// whatever comes at run time, so the latter check again, and leave to PyTorch what it must compute, or
+// refuse.
 
 Tensor plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Tensor&,
                     bool transposed, bool) {
@@ -509,16 +511,16 @@ Tensor recorded_grouped(const Tensor& rows, const Tensor& weight, const Tensor& 
   return grouped(rows, weight, offs, ticket, inward);
 }
 
-Tensor plain_selected(const Tensor& weight, const OptionalTensor& at, int64_t index, const Tensor&) {
-  return Selected::matrix_of(weight, at, index);
+Tensor plain_selected(const Tensor& weight, const OptionalTensor& position, int64_t index, const Tensor&) {
+  return Selected::matrix_of(weight, position, index);
 }
 
-bool add_product(const Tensor& ticket, const Tensor& left, const Tensor& right) {
+bool run_add_product(const Tensor& ticket, const Tensor& left, const Tensor& right) {
   return try_add_product(Destination(number_of(ticket)), left, right);
 }
 
-bool add_rows(const Tensor& ticket, const Tensor& indices, const Tensor& gradients, int64_t padding,
-              bool by_frequency) {
+bool run_add_rows(const Tensor& ticket, const Tensor& indices, const Tensor& gradients, int64_t padding,
+                  bool by_frequency) {
   return try_add_rows(Destination(number_of(ticket)), indices, gradients, padding, by_frequency);
 }
 
@@ -560,8 +562,8 @@ void define_operators(const std::string& library, const py::function& add_produc
   define_forward("embedding", &plain_embedding, &recorded_embedding);
   define_forward("grouped", &plain_grouped, &recorded_grouped);
   define_forward("selected", &plain_selected, &selected);
-  define_backward("add_product", &add_product, add_product_in_python);
-  define_backward("add_rows", &add_rows, add_rows_in_python);
+  define_backward("add_product", &run_add_product, add_product_in_python);
+  define_backward("add_rows", &run_add_rows, add_rows_in_python);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ const char* name_of(Reason reason) {
 Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::autograd::Node* node) {
   if (!parameter.requires_grad()) return Reason::kFrozen;
   if (!parameter.is_leaf()) return Reason::kNotALeaf;
-  if (slot.is_sharded) return Reason::kSharded;
+  if (slot.sharded) return Reason::kSharded;
   if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
   if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
   if (slot.needs_eager) return Reason::kNeedsEager;
@@ -53,11 +53,11 @@ bool is_left_to_autograd(Reason reason) {
   return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
 }
 
-bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& end) {
-  if (slot.node != &end) return false;  // the parameter was moved or cast
+bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& node) {
+  if (slot.node != &node) return false;  // the parameter was moved or cast
   if (at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()) return false;
-  const Reason reason = reason_for(slot, end.variable, &end);
-  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks(end.variable);
+  const Reason reason = reason_for(slot, node.variable, &node);
+  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks(node.variable);
 }
 
 }  // namespace fusedacc::autograd

@@ -1,4 +1,4 @@
-// Who handles the gradients of a parameter, and why.
+// Why a parameter's gradients are handled as they are.
 #pragma once
 
 #include "slot.h"
@@ -7,15 +7,15 @@ namespace fusedacc::autograd {
 
 // `REASONS` in fusedacc/autograd/reasons.py has a sentence for each.
 enum class Reason {
-  kFrozen,
-  kNotALeaf,
-  kSharded,
-  kReducedOutside,
-  kPostAccumulateHook,
-  kNeedsEager,
-  kWeightHook,
-  kInModule,
-  kOrdinary,
+  kFrozen,              // there are none
+  kNotALeaf,            // autograd passes them on
+  kSharded,             // FSDP2 stores them, and Python adds them
+  kReducedOutside,      // autograd stores them for a hook after the node, as of a reducer; Python adds them
+  kPostAccumulateHook,  // the same for a hook of the user
+  kNeedsEager,          // Python adds them
+  kWeightHook,          // the engine adds them, and no module does
+  kInModule,            // modules add them
+  kOrdinary,            // the engine adds them
 };
 const char* name_of(Reason reason);
 
@@ -27,8 +27,8 @@ Reason reason_for(const Slot& slot);
 // Whether autograd must store the gradient, because other code reads it from p.grad.
 bool is_left_to_autograd(Reason reason);
 
-// Whether a module may add the gradient of its weight to the sum itself, in the running backward pass. end:
+// Whether a module may add the gradient of its weight to the sum itself, in the running backward pass. node:
 // the AccumulateGrad node in which the graph ends.
-bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& end);
+bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& node);
 
 }  // namespace fusedacc::autograd

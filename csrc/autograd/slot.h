@@ -43,7 +43,7 @@ class Slot {
   std::optional<TensorIdentity> placed;
   int64_t placed_version = 0;
   std::optional<int64_t> sparse_bytes;
-  // Whether `ignore()` has taken a gradient out of p.grad.
+  // Whether `ParamGrads.set_aside` has put p.grad aside for `ignore()`.
   bool is_aside = false;
 
   // Of the parameter and its sum, as Python has described them last.
@@ -56,7 +56,8 @@ class Slot {
   std::atomic<bool> needs_eager{false};
   // Whether the sum must be in a bucket that is all-reduced. Python makes these sums.
   bool in_reduce_bucket = false;
-  // Whether hooks behind the parameter's node, which are not ours, read p.grad.
+  // Whether a hook after the parameter's node may be that of a reducer, which reads p.grad. False with
+  // `data_parallel=`, where it is ours.
   bool may_be_reduced_outside = true;
   // Whether modules have written parts of its sum, which Python must complete first.
   bool is_begun = false;
@@ -66,13 +67,14 @@ class Slot {
   void note_seen();
   void forget_seen() { seen_.reset(); }
 
-  // Whether FSDP2 has sharded the parameter, and whether a module can write its gradient; for `explain()`.
-  bool is_sharded = false;
+  // Whether FSDP2 has sharded the parameter, and whether a module can write its gradient.
+  bool sharded = false;
   bool has_path = false;
 
   // The AccumulateGrad node with our hook; null without one. Python keeps the node alive.
   std::atomic<torch::autograd::AccumulateGrad*> node{nullptr};
-  // The graph task in which autograd stores a gradient that is added as soon as the node has run; -1: none.
+  // The graph task in which autograd stores a gradient that is added as soon as the node has run;
+  // -1: none.
   std::atomic<int> collects_in{-1};
   // The stream that has last written to the sum in the running backward passes.
   std::optional<c10::Stream> writer;

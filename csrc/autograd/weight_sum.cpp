@@ -100,20 +100,20 @@ Destination::Destination(int64_t number, uint32_t position) : sum_(WeightSum::fi
   const auto running = torch::autograd::get_current_node();
   if (!sum_ || !running) return;
   const torch::autograd::AccumulateGrad* const node = sum_->slot()->node;
-  if (node != nullptr && running->next_edge(position).function.get() == node) end_ = node;
+  if (node != nullptr && running->next_edge(position).function.get() == node) node_ = node;
 }
 
 Destination::Destination(int64_t number) : sum_(WeightSum::find(number)) {
   if (!sum_) return;
   torch::autograd::AccumulateGrad* const node = sum_->slot()->node;
   const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (node != nullptr && graph != nullptr && graph->count(node) != 0) end_ = node;
+  if (node != nullptr && graph != nullptr && graph->count(node) != 0) node_ = node;
 }
 
 bool Destination::may_add() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   const bool wants_all = wanted != nullptr && wanted->empty();
-  return end_ != nullptr && wants_all && may_write(*sum_->slot(), *end_);
+  return node_ != nullptr && wants_all && may_write(*sum_->slot(), *node_);
 }
 
 }  // namespace fusedacc::autograd

@@ -90,7 +90,7 @@ class Destination {
   const std::shared_ptr<WeightSum> sum_;
   // The weight's AccumulateGrad node with our hook, which the running graph keeps alive. Null if the graph
   // does not end in one.
-  const torch::autograd::AccumulateGrad* end_ = nullptr;
+  const torch::autograd::AccumulateGrad* node_ = nullptr;
 };
 
 }  // namespace fusedacc::autograd

@@ -21,7 +21,7 @@ WindowState: Any = _module.WindowState
 BackwardPass: Any = _module.BackwardPass
 
 #: Gradients that wait for a launch are added when they have this many bytes.
-BUCKET_BYTES = 25 * 2**20
+LAUNCH_BYTES = 25 * 2**20
 
 
 def engine_for(sums: Any, window: Any, **callbacks: Any) -> Any:
@@ -33,4 +33,4 @@ def engine_for(sums: Any, window: Any, **callbacks: Any) -> Any:
     module = native_module.module()
     if module is None:
         return FallbackEngine(sums, window, **callbacks)
-    return module.Engine(native_module.add_flat(), BUCKET_BYTES, sums, window, **callbacks)
+    return module.Engine(native_module.add_flat(), LAUNCH_BYTES, sums, window, **callbacks)

@@ -1,7 +1,7 @@
 """The engine where the native one is missing: autograd stores each gradient, and Python adds it from there.
 
-Every loop works and p.grad is the same at the same time, but nothing is saved. The methods are those of
-`Engine` in csrc/autograd/engine.h, which describes them.
+Every loop works and p.grad is the same at the same time, but nothing is saved. The methods are those that
+csrc/autograd/module.cpp binds; engine.h, hook.h and reason.h describe them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FallbackEngine:
         self._receive = receive
         self._stored = stored
         self._finish = finish
-        self._tasks: Any = {}  # by graph task
-        #: Each task's callback, which only autograd's engine keeps alive: it is gone once the task failed.
+        self._backwards: Any = {}  # by graph task
+        #: The callback of each. Only autograd's engine keeps it alive: it is gone once the pass has failed.
         self._callbacks: dict[Any, weakref.ref] = {}
         self._nodes: dict[Any, Any] = {}
         self._handles: dict[Any, list[Any]] = {}
@@ -57,8 +57,9 @@ class FallbackEngine:
         def before(gradients: tuple[Tensor | None]) -> None:
             owner = engine()
             if owner is not None and slot.param.requires_grad and owner.enter() is not None:
+                reason = "reduced_outside" if slot.is_reduced_outside() else "no_engine"
                 with owner.lock:
-                    owner._receive(slot, gradients[0], "no_engine", False)
+                    owner._receive(slot, gradients[0], reason, False)
 
         @runs_as_written
         def after(*gradients: Any) -> None:
@@ -79,37 +80,37 @@ class FallbackEngine:
     def collect_after_node(self, slot: Any) -> None:
         self._collects[slot] = current_graph_task()
 
-    def current_task(self) -> Any:
-        return self._tasks.get(current_graph_task())
+    def current_backward(self) -> Any:
+        return self._backwards.get(current_graph_task())
 
     def enter(self) -> Any:
         with self.lock:
             identity = current_graph_task()
-            task: Any = self._tasks.get(identity)
-            if task is None and identity != -1:
-                task = self._begin()
-                if task is not None:
-                    task.identity = identity
-                    self._tasks[identity] = task
-                    self.call_back(task)
-            return task
+            backward: Any = self._backwards.get(identity)
+            if backward is None and identity != -1:
+                backward = self._begin()
+                if backward is not None:
+                    backward.identity = identity
+                    self._backwards[identity] = backward
+                    self.call_back(backward)
+            return backward
 
-    def tasks(self) -> list[Any]:
-        return list(self._tasks.values())
+    def backwards(self) -> list[Any]:
+        return list(self._backwards.values())
 
-    def has_failed(self, task: Any) -> bool:
-        return self._callbacks[task]() is None
+    def has_failed(self, backward: Any) -> bool:
+        return self._callbacks[backward]() is None
 
-    def call_back(self, task: Any) -> None:
-        callback = functools.partial(_finish, weakref.ref(self), task)
-        self._callbacks[task] = weakref.ref(callback)
+    def call_back(self, backward: Any) -> None:
+        callback = functools.partial(_finish, weakref.ref(self), backward)
+        self._callbacks[backward] = weakref.ref(callback)
         queue_callback(callback)
 
-    def drop(self, task: Any) -> bool:
-        if self._tasks.get(task.identity) is not task:
+    def drop(self, backward: Any) -> bool:
+        if self._backwards.get(backward.identity) is not backward:
             return False
-        del self._tasks[task.identity]
-        del self._callbacks[task]
+        del self._backwards[backward.identity]
+        del self._callbacks[backward]
         return True
 
     def set_slots(self, slots: Sequence[Any]) -> None:
@@ -141,7 +142,7 @@ class FallbackEngine:
     def step(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
         return False
 
-    def zero_grad(self) -> bool:
+    def has_nothing_to_clear(self) -> bool:
         return False
 
     def begin_update(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
@@ -153,12 +154,12 @@ class FallbackEngine:
     def _do_nothing(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: nothing waits, and Python begins and ends all backward passes."""
 
-    settle = flush = join = go_on = stop = set_condition = _do_nothing
+    settle = flush = join = set_plan = drop_plan = set_condition = _do_nothing
     set_rounds_stochastically = set_postpones = _do_nothing
 
 
-def _finish(engine: weakref.ref[FallbackEngine], task: Any) -> None:
-    """End a task, unless it was dropped."""
+def _finish(engine: weakref.ref[FallbackEngine], backward: Any) -> None:
+    """End a backward pass, unless it was dropped."""
     owner = engine()
-    if owner is not None and owner._tasks.get(task.identity) is task:
-        owner._finish(task)
+    if owner is not None and owner._backwards.get(backward.identity) is backward:
+        owner._finish(backward)

@@ -11,8 +11,8 @@ Inside `ignore()` every gradient that counts is taken out of p.grad, so that aut
 put back afterwards. The gradients of backward passes inside stay in p.grad only if no parameter's p.grad
 holds a gradient that counts, and only until there is one: code that clips or logs must not see both.
 
-`GradState` says what each state means. These methods are the only transitions. The engine's `put` and
-`publish` (csrc/autograd/slot.cpp) are among them.
+`GradState` says what each state means. These methods are the only transitions, with the engine's `put` and
+`publish` (csrc/autograd/slot.cpp), and its `clear_used` (engine.cpp), which does the same as `clear`.
 
     method                        from               to
     publish, publish_all, keep    any                PUBLISHED
@@ -333,7 +333,12 @@ class ParamGrads(engine.Sums):
             if self.exposed or slot.grad_state != NOT_OURS:  # other threads may be writing to p.grad
                 self.stash(slot)
         elif slot.grad_state != AUTOGRAD_PENDING:
-            slot.accumulator = self.current(slot)
+            accumulator = self.current(slot)
+            is_replaced = accumulator is not None and not slot.is_placed(accumulator)
+            if accumulator is not None and is_replaced and slot.is_reduced_outside():
+                # It is a view of a DistributedDataParallel's bucket, which every backward pass overwrites.
+                accumulator = accumulator.clone()
+            slot.accumulator = accumulator
             slot.param.grad = None
             self.set_state(slot, AUTOGRAD_PENDING)
 
@@ -445,7 +450,8 @@ class Former:
         self.counts = is_stored or is_published or self.state in (DTYPE_COPY, AUTOGRAD_PENDING)
         # p.grad may be a view of a DistributedDataParallel's bucket, which every backward pass overwrites.
         self._copy: Tensor | None = None
-        if gradient is not None and is_stored and torch_state.process_group_up():
+        may_be_view = gradient is not None and is_stored and gradient.layout is torch.strided
+        if gradient is not None and may_be_view and torch_state.process_group_up():
             self._copy = None if owns_memory(gradient) else gradient.clone()
 
     def restore(self, slot: Slot) -> None:

@@ -314,7 +314,8 @@ class Slot(engine.Slot):
         if accumulator is None or not checks.is_plain(accumulator):
             return False
         device, _, dtype = self.lane
-        return accumulator.dtype == dtype and accumulator.device == device
+        is_lazy = accumulator.is_neg() or accumulator.is_conj()
+        return accumulator.dtype == dtype and accumulator.device == device and not is_lazy
 
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient has the strides that p.grad needs; dimensions of size 1 do not matter."""

@@ -1,6 +1,7 @@
 """The state of parameters, sums and windows where there is no compiled module.
 
-The classes are those of csrc/autograd/{slot,window,backward_pass}.h, which describe the fields.
+The classes are those of csrc/autograd/slot.h and backward_pass.h, which describe the fields, and window.h,
+whose fields `WindowCounts` describes.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Sums:
         slot.placed = None
         if placed is not None:
             slot.placed = TensorIdentity(placed)
-            slot.placed_version = placed._version
+            slot.placed_version = 0 if placed.is_inference() else placed._version
 
 
 class WindowState:

@@ -3,7 +3,7 @@
 The engine (csrc/autograd/engine.h) has a hook on each parameter's AccumulateGrad node. It adds a plain
 gradient at once on a CPU, and with others in one launch on a GPU, so that autograd stores nothing. A
 `BackwardPass` describes one call of autograd's engine; re-entrant checkpointing runs such calls inside
-others. This file begins and ends those in which a window begins or ends, or that are unusual.
+others. This file begins and ends those that the engine leaves to Python, as docs/design.md says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .reasons import LEFT_TO_AUTOGRAD, REDUCED_OUTSIDE
 from .registration import HookRegistry
 
 
-class Product(NamedTuple):
+class PostponedProduct(NamedTuple):
     """A weight-gradient product that a backward pass has postponed.
 
     It holds the arguments of `InPlaceWriter.write`, and the stream of the backward pass.
@@ -53,13 +53,13 @@ class Capture:
         self.accumulators = accumulators
         self._bypassed = False
         self._warned = False
-        self._undone: list[Product] | None = None
+        self._postponed: list[PostponedProduct] | None = None
         self._policy = policy
         #: The thread that has ended the last backward pass that Python has handled.
         self._thread: int | None = None
         reference = weakref.ref(self)
         policy.shards.receiver = reference
-        #: The state of the wrapper's sums and its window, and the hooks on its parameters.
+        #: It has the hooks, and shares the state of the sums and of the window.
         self.engine = engine_for(
             accumulators.grads,
             policy.window,
@@ -88,16 +88,16 @@ class Capture:
         self.engine.set_condition("a backward pass has bypassed the hooks", bypassed)
 
     @property
-    def undone(self) -> list[Product] | None:
-        """Weight-gradient products that a backward pass postpones; `do_products` computes them. None: nothing
-        is postponed.
+    def postponed(self) -> list[PostponedProduct] | None:
+        """Weight-gradient products that a backward pass postpones until `compute_postponed`; None if it
+        postpones none.
         """
-        return self._undone
+        return self._postponed
 
-    @undone.setter
-    def undone(self, undone: list[Product] | None) -> None:
-        self._undone = undone
-        self.engine.set_postpones(undone is not None)
+    @postponed.setter
+    def postponed(self, postponed: list[PostponedProduct] | None) -> None:
+        self._postponed = postponed
+        self.engine.set_postpones(postponed is not None)
 
     # During a backward pass
 
@@ -110,17 +110,17 @@ class Capture:
         if torch_state.in_compiled_autograd():
             self.bypassed = True
             return None
-        tasks = self.engine.tasks()
-        if self.accumulators.grads.holds_uncounted and not tasks:
+        backwards = self.engine.backwards()
+        if self.accumulators.grads.holds_uncounted and not backwards:
             self.registry.refresh()  # parameters, and these gradients with them, may have been moved
         if self.accumulators.in_place.begun:  # by an enclosing pass, or by one that has failed
-            if all(map(self.engine.has_failed, tasks)):
+            if all(map(self.engine.has_failed, backwards)):
                 self.accumulators.in_place.forget()
             else:
                 self._complete()
         self.registry.check_graph()
         self.engine.flush()  # sums may become private or be scaled here
-        return self._policy.begin_backward(outermost=not tasks)
+        return self._policy.begin_backward(outermost=not backwards)
 
     def receive(self, slot: Slot, gradient: Tensor | None, reason: str, is_unshared: bool) -> bool:
         """Handle a gradient that the engine leaves to Python. Return False if autograd has to store it.
@@ -128,26 +128,26 @@ class Capture:
         gradient: None if the backward pass has none for this parameter. reason: why, as the engine's `Reason`
         names it. is_unshared: whether only autograd's engine refers to the gradient.
         """
-        task = self._enter(slot)
-        if task is None:
+        backward = self._enter(slot)
+        if backward is None:
             return False
         self._complete([slot])
-        if not task.captures or reason in LEFT_TO_AUTOGRAD:
-            self._policy.leave_to_autograd(task, slot)
-            if reason == REDUCED_OUTSIDE or (slot.is_reduced_outside() and task.captures):
-                task.reduced_outside = True
-            elif task.captures and self._policy.adds_after_hooks():
+        if not backward.captures or reason in LEFT_TO_AUTOGRAD:
+            self._policy.leave_to_autograd(backward, slot)
+            if reason == REDUCED_OUTSIDE:
+                backward.reduced_outside = True
+            elif backward.captures and self._policy.adds_after_hooks():
                 self.engine.collect_after_node(slot)
             return False
-        if gradient is None or task.drops:
+        if gradient is None or backward.drops:
             return True
-        task.added = True
-        is_usual = type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
-        if not is_usual:
+        backward.added = True
+        plan_applies = type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
+        if not plan_applies:
             slot.needs_eager = True
         device, dtype, _ = slot.lane
         adder = self.accumulators.adder
-        scale = self._scale(task)
+        scale = self._scale(backward)
         if slot.needs_eager or gradient.dtype is not dtype or gradient.device != device:
             adder.add_eagerly(slot, gradient, scale, is_unshared=is_unshared)
         else:
@@ -156,57 +156,58 @@ class Capture:
 
     def _enter(self, slot: Slot) -> Any:
         """Return the running backward pass, which Python ends. Order the slot's sum after earlier writes."""
-        task = self.engine.enter()
-        if task is not None:
-            task.in_python = True
+        backward = self.engine.enter()
+        if backward is not None:
+            backward.in_python = True
             self.engine.settle(slot)
-        return task
+        return backward
 
-    def _add(self, task: Any, slots: list[Slot], gradients: list[Tensor]) -> None:
+    def _add(self, backward: Any, slots: list[Slot], gradients: list[Tensor]) -> None:
         """Add gradients that have waited, of slots of one lane."""
-        self.accumulators.adder.add(slots, gradients, self._scale(task))
+        self.accumulators.adder.add(slots, gradients, self._scale(backward))
 
-    def _scale(self, task: Any) -> float | Tensor:
+    def _scale(self, backward: Any) -> float | Tensor:
         """Return the factor of this pass's gradients, ready on the current stream."""
-        return self._policy.scale_of(task)
+        return self._policy.scale_of(backward)
 
     def _add_shown_gradient(self, slot: Slot) -> None:
         """Add a gradient that the user's post-accumulate hooks have seen in p.grad, unless another thread's
         backward pass may be writing to p.grad.
         """
-        task = self.engine.current_task()
-        if task is not None and len(self.engine.tasks()) == 1:
-            self._policy.add_shown_gradient(task, slot)
+        backward = self.engine.current_backward()
+        if backward is not None and len(self.engine.backwards()) == 1:
+            self._policy.add_shown_gradient(backward, slot)
 
-    def has_entered(self) -> bool:
-        """Whether `enter` was called in the running backward pass."""
-        task = self.engine.current_task()
-        return task is not None and task.delivered_late
+    def is_prepared_for_fsdp(self) -> bool:
+        """Whether `prepare_for_fsdp` was called in the running backward pass."""
+        backward = self.engine.current_backward()
+        return backward is not None and backward.delivered_late
 
-    def enter(self, slots: Sequence[Slot], *, withheld: bool) -> None:
+    def prepare_for_fsdp(self, slots: Sequence[Slot], *, withheld: bool) -> None:
         """Prepare p.grad of these parameters for FSDP2, which will store gradients in it during this backward
         pass. withheld: whether FSDP2 keeps the gradients and adds them to those of a later backward pass.
         """
         with self.engine.lock:
-            task = self.engine.enter()
-            if task is None:  # a pipeline's stage reduces after its backward passes
-                task = BackwardPass(captures=False, ignored=self._policy.window.ignoring)
-            task.in_python = True
-            task.delivered_late = True
+            backward = self.engine.enter()
+            if backward is None:  # a pipeline's stage reduces after its backward passes
+                backward = BackwardPass(captures=False, ignored=self._policy.window.ignoring)
+            backward.in_python = True
+            backward.delivered_late = True
             for slot in slots:
-                self._policy.leave_to_autograd(task, slot)
-            self._policy.note_withheld(task, withheld)
+                self._policy.leave_to_autograd(backward, slot)
+            self._policy.note_withheld(backward, withheld)
 
     def take_stored(self, slot: Slot) -> None:
         """Take a gradient that FSDP2 has stored in p.grad."""
         with self.engine.lock:
-            if not self.has_entered():  # no hook on a module's output has announced this backward pass
+            # No hook on a module's output may have announced this backward pass.
+            if not self.is_prepared_for_fsdp():
                 self._policy.check_unmixed(slot)
                 others = [other for other in self.registry.slots if other.sharded and other is not slot]
-                self.enter(others, withheld=False)
-            task = self.engine.current_task()
-            if task is not None:
-                self._policy.take_stored(task, slot)
+                self.prepare_for_fsdp(others, withheld=False)
+            backward = self.engine.current_backward()
+            if backward is not None:
+                self._policy.take_stored(backward, slot)
 
     def take_in_place(
         self,
@@ -235,27 +236,27 @@ class Capture:
         if not self.engine.may_write(slot, node):
             return False
         with self.engine.lock:
-            task = self._enter(slot)
-            if task is None or not task.captures:
+            backward = self._enter(slot)
+            if backward is None or not backward.captures:
                 return False
-            if task.drops:
+            if backward.drops:
                 return True
-            task.added = True
-            scale = self._scale(task)
+            backward.added = True
+            scale = self._scale(backward)
             # Compiled graphs reuse the memory of their operands.
-            if may_wait and self._undone is not None and not slot.compiled:
+            if may_wait and self._postponed is not None and not slot.compiled:
                 stream = current_raw_stream(slot.lane[0].index) if slot.on_cuda else 0
-                self._undone.append(Product(slot, write, scale, stream))
+                self._postponed.append(PostponedProduct(slot, write, scale, stream))
                 return True
             return self.accumulators.in_place.write(slot, write, scale, by_rows, part)
 
-    def do_products(self, undone: list[Product]) -> None:
+    def compute_postponed(self, postponed: list[PostponedProduct]) -> None:
         """Compute the postponed products of a backward pass in their order, and empty the list."""
         in_place = self.accumulators.in_place
         adder = self.accumulators.adder
-        undone.reverse()
-        while undone:
-            slot, write, scale, stream = undone.pop()
+        postponed.reverse()
+        while postponed:
+            slot, write, scale, stream = postponed.pop()
             # Use the stream of the backward pass, on which the operands were allocated.
             with torch.no_grad(), on_stream(stream, slot.lane[0]) if slot.on_cuda else nullcontext():
                 if not in_place.write(slot, write, scale):
@@ -273,26 +274,28 @@ class Capture:
 
     # The end of a backward pass
 
-    def _finish(self, task: Any) -> None:
+    def _finish(self, backward: Any) -> None:
         """End a backward pass: add pending gradients, and tell the policy."""
-        is_awaited = task.captures and (task.delivered_late or self._policy.collects_after(task))
-        if task.reduced_outside and is_awaited and not task.follows_reducer:
-            task.follows_reducer = True  # its callback was queued after this one, so queue this one again
-            self.engine.call_back(task)
+        is_awaited = backward.captures and (
+            backward.delivered_late or self._policy.adds_stored_after(backward)
+        )
+        if backward.reduced_outside and is_awaited and not backward.follows_reducer:
+            backward.follows_reducer = True  # its callback was queued after this one, so queue this one again
+            self.engine.call_back(backward)
             return
         self.engine.flush()
         self._complete()
         self.engine.join()
-        if len(self.engine.tasks()) > 1:
+        if len(self.engine.backwards()) > 1:
             self.drop_failed_backwards()
         with self.engine.lock:  # other threads may end passes during this call
             self._note_thread()
-            task.has_ended = True
-            task.inner = not all(other.has_ended for other in self.engine.tasks())
-        self._policy.end_backward(task, self.registry.refresh, outermost=not task.inner)
-        self._drop(task, failed=False)
+            backward.has_ended = True
+            backward.inner = not all(other.has_ended for other in self.engine.backwards())
+        self._policy.end_backward(backward, self.registry.refresh, outermost=not backward.inner)
+        self._drop(backward, failed=False)
         self.drop_failed_backwards()
-        if task.captures and not (task.stored or self.engine.tasks()):
+        if backward.captures and not (backward.stored or self.engine.backwards()):
             self._let_go_on()
 
     def _note_thread(self) -> None:
@@ -305,9 +308,9 @@ class Capture:
         """Let the engine handle the next backward passes, if they are like the last one."""
         plan = self._policy.plan()
         if plan is None:
-            self.engine.stop()
+            self.engine.drop_plan()
         else:
-            self.engine.go_on(**plan._asdict())
+            self.engine.set_plan(**plan._asdict())
 
     def add_pending(self, slots: Sequence[Slot]) -> None:
         """Add these parameters' pending gradients of all backward passes."""
@@ -315,23 +318,23 @@ class Capture:
         self._complete(slots)
         self.engine.join()
 
-    def _drop(self, task: Any, *, failed: bool) -> None:
+    def _drop(self, backward: Any, *, failed: bool) -> None:
         """Forget a backward pass and its pending gradients, unless another thread has."""
-        if self.engine.drop(task):
-            self._policy.forget_backward(task, failed)
+        if self.engine.drop(backward):
+            self._policy.forget_backward(backward, failed)
         if self.accumulators.in_place.begun:
             with self.engine.lock:  # no other pass can begin here
-                if not self.engine.tasks():
+                if not self.engine.backwards():
                     self.accumulators.in_place.forget()
 
     # Between backward passes
 
     def pause(self) -> None:
         """Add all that waits. Python begins the next backward pass."""
-        self.engine.stop()
+        self.engine.drop_plan()
         self.engine.join()
 
-    def note_stored(self, is_raw: bool) -> None:
+    def warn_of_bypass(self, is_raw: bool) -> None:
         """Warn once if `step()` finds gradients in p.grad that no hook could make final. is_raw: whether
         p.grad should hold final gradients and does not.
         """
@@ -354,13 +357,13 @@ class Capture:
 
     def drop_failed_backwards(self) -> None:
         """Forget backward passes that an exception has ended."""
-        tasks = self.engine.tasks()
-        if not tasks:
+        backwards = self.engine.backwards()
+        if not backwards:
             return
-        for task in tasks:
-            if self.engine.has_failed(task):
-                self._drop(task, failed=True)
-        if self.engine.tasks():  # these are still running, and the caller will read the sums
+        for backward in backwards:
+            if self.engine.has_failed(backward):
+                self._drop(backward, failed=True)
+        if self.engine.backwards():  # these are still running, and the caller will read the sums
             self.engine.flush()
             self._complete()
 
@@ -371,7 +374,7 @@ class Capture:
 
     def forget(self) -> None:
         """Drop all pending gradients."""
-        for task in self.engine.tasks():
-            self._drop(task, failed=False)
-        self.engine.stop()
+        for backward in self.engine.backwards():
+            self._drop(backward, failed=False)
+        self.engine.drop_plan()
         self._policy.shards.drop_withheld()

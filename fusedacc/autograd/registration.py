@@ -135,7 +135,9 @@ class HookRegistry:
                 self._describe(slot)
             slot.seen = seen
             if not param.requires_grad:
-                self._disarm(slot)
+                # The hook stays on its node, because no code of fusedacc runs when the user unfreezes it.
+                self._engine.drop_plan()
+                self._shards.disarm(slot)
             elif changed or has_former_node or not has_node:
                 self._arm(slot)
             if slot in self.nodes or not param.requires_grad:
@@ -243,7 +245,7 @@ class HookRegistry:
         if self.nodes.get(slot) is not node:
             self._disarm(slot)
             self.nodes[slot] = node
-            slot.is_native = self._accumulators.passes.select(slot.lane).backend.name in NATIVE
+            self._choose(slot)
             self._engine.attach(slot, node)
             if slot.on_cuda:
                 self._made_on.setdefault(slot.lane[0], raw_stream(param))
@@ -253,9 +255,12 @@ class HookRegistry:
         self._watch(slot)
 
     def choose_again(self) -> None:
-        """Leave the gradients of lanes to Python whose backend has failed its self-test."""
+        """Leave gradients to Python in lanes whose backend has failed its self-test."""
         for slot in self.nodes:
-            slot.is_native = self._accumulators.passes.select(slot.lane).backend.name in NATIVE
+            self._choose(slot)
+
+    def _choose(self, slot: Slot) -> None:
+        slot.is_native = self._accumulators.passes.select(slot.lane).backend.name in NATIVE
 
     def _watch(self, slot: Slot) -> None:
         """Detect that `p.data = other` gives the parameter another shape.
@@ -289,7 +294,7 @@ class HookRegistry:
             self._drop_former_shape(slot)
 
     def _disarm(self, slot: Slot) -> None:
-        self._engine.stop()
+        self._engine.drop_plan()
         slot.forget_seen()
         self._shards.disarm(slot)
         self._memory.pop(slot, None)

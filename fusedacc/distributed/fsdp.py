@@ -203,7 +203,7 @@ class Shards:
         ]
         # If every group keeps its gradients, FSDP2 stores nothing in p.grad.
         slots = [] if all(withholds) else list(self._slots.values())
-        receiver.enter(slots, withheld=any(withholds))
+        receiver.prepare_for_fsdp(slots, withheld=any(withholds))
 
     def synchronise(self) -> None:
         """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward."""
@@ -488,7 +488,7 @@ def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
     """Tensor hook on an FSDP2 module's output: a backward pass has reached it."""
     owner = shards()
     receiver = None if owner is None else owner.receiver()
-    if owner is not None and receiver is not None and not receiver.has_entered():
+    if owner is not None and receiver is not None and not receiver.is_prepared_for_fsdp():
         owner.begin_backward(receiver)
 
 

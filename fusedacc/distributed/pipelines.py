@@ -209,7 +209,7 @@ class AttachedSchedule:
         #: The ids of the parameters of each member inside `running()`.
         self._running: dict[Any, set[int]] = {}
         #: Postponed weight gradient GEMMs that W will run, with the `Capture` that runs them.
-        self._undone: list[tuple[Any, list[Any]]] = []
+        self._postponed: list[tuple[Any, list[Any]]] = []
         #: The norm for the current update, and the members that have not requested it yet.
         self._norm: Tensor | None = None
         self._asking: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -303,7 +303,7 @@ class AttachedSchedule:
         try:
             yield
             captures = member.captures()
-            count = sum(len(undone) for capture, undone in self._undone if capture in captures)
+            count = sum(len(products) for capture, products in self._postponed if capture in captures)
             if count:
                 raise RuntimeError(
                     f"{self.name}.step() has ended, and {count} weight gradients are missing: the schedule "
@@ -312,9 +312,9 @@ class AttachedSchedule:
         finally:
             del self._running[member]
             if not self._running:
-                for _, undone in self._undone:
-                    undone.clear()  # the stages may keep the list
-                self._undone.clear()
+                for _, products in self._postponed:
+                    products.clear()  # the stages may keep the list
+                self._postponed.clear()
 
     def _replace_methods(self) -> None:
         """Replace the methods of the stages."""
@@ -356,12 +356,12 @@ class AttachedSchedule:
         """
         captures = [] if full_backward else self._captures()
         for capture in captures:
-            capture.undone = []
+            capture.postponed = []
         try:
             type(stage).backward_one_chunk(stage, bwd_chunk_id, loss, full_backward, last_backward)
         finally:
             for capture in captures:
-                capture.undone = None
+                capture.postponed = None
 
     def _reduce_grads(self, stage: Any, name: str, *arguments: int) -> None:
         """Replace the method of a stage with this name: FSDP2 reduces nothing in a `step()` inside
@@ -383,16 +383,17 @@ class AttachedSchedule:
     def _build_runner(self, users: Callable[[], Any] | None) -> Callable[[], None]:
         """Replace a stage's `dw_builder`: run the user's function, then the postponed weight GEMMs."""
         runner = None if users is None else users()
-        postponed = [(capture, capture.undone) for capture in self._captures() if capture.undone is not None]
+        captures = [capture for capture in self._captures() if capture.postponed is not None]
+        postponed = [(capture, capture.postponed) for capture in captures]
         for capture, _ in postponed:
-            capture.undone = None
-        self._undone += postponed
+            capture.postponed = None
+        self._postponed += postponed
 
         def run() -> None:
             if runner is not None:
                 runner()
-            for capture, undone in postponed:
-                capture.do_products(undone)
+            for capture, products in postponed:
+                capture.compute_postponed(products)
 
         return run
 

@@ -92,9 +92,9 @@ class Accumulation:
         before = window.ignoring
         window.ignoring = True
         compiled.ignoring[id(window)] = None
-        self._grads.drop_consumed()
-        self._grads.set_aside(self._slots)
         try:
+            self._grads.drop_consumed()
+            self._grads.set_aside(self._slots)
             yield
         finally:
             window.ignoring = before
@@ -133,10 +133,10 @@ class Accumulation:
         self._began_in_graph = in_graph
         if outermost and not window.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if window.ignoring else self._begin_not_ignored(schedule)
+        backward = self._begin_ignored() if window.ignoring else self._begin_counting(schedule)
         if self.ranks.parallel is not None and outermost and not window.ignoring:
-            self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
-        return task
+            self.ranks.begin_backward(self.ranks.parallel, backward.captures and not schedule)
+        return backward
 
     def _begin_ignored(self) -> Any:
         window = self.window
@@ -144,16 +144,15 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return BackwardPass(captures=False, ignored=True)
 
-    def _begin_not_ignored(self, schedule: bool) -> Any:
+    def _begin_counting(self, schedule: bool) -> Any:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
         in_schedule = window.in_schedule
         # The schedule divides p.grad before its `step()` ends, but cannot divide private accumulators.
-        scheduled = schedule or (window.counted and in_schedule)
-        left = scheduled and window.micro.schedule_divisor is None
-        captures = schedule or not (differentiable or left)
-        task = BackwardPass(captures, scale, drops=window.has_zero_weight)
+        divides = window.counted and in_schedule and window.micro.schedule_divisor is None
+        captures = schedule or not (differentiable or divides)
+        backward = BackwardPass(captures, scale, drops=window.has_zero_weight)
         if window.full:
             window.restart()  # its update failed, and was not retried
         self._grads.clear_ignored()
@@ -166,7 +165,7 @@ class Accumulation:
             self._grads.make_private()
         if window.counted and window.will_update:
             self._change_sum_scale(window.final_scale(ending=True))  # applied by the window's last additions
-        return task
+        return backward
 
     def plan(self) -> Plan | None:
         """Return how the engine handles the next micro-batch; None if Python begins it.
@@ -184,37 +183,37 @@ class Accumulation:
             return None
         if not window.counted:
             return Plan(scale, steps=0, repeats=True, updates_plainly=False)
-        repeats = isinstance(window.schedule, int)
+        repeats = window.steps == window.schedule  # else a function says, or a checkpoint of another one
         updates_plainly = repeats and self.updates_plainly and not self.accumulators.update_needs_norm
         return Plan(scale, window.steps, repeats, updates_plainly)
 
-    def scale_of(self, task: Any) -> float | Tensor:
+    def scale_of(self, backward: Any) -> float | Tensor:
         """Return the factor of a backward pass's gradients, ready on the current stream."""
         if self._sum_scale_stream is not None and isinstance(self.window.sum_scale, Tensor):
             stream = torch.cuda.current_stream(self._sum_scale_stream.device)
             if stream != self._sum_scale_stream:
                 stream.wait_stream(self._sum_scale_stream)
-        return task.scale * self.window.sum_scale
+        return backward.scale * self.window.sum_scale
 
-    def leave_to_autograd(self, task: Any, slot: Slot) -> None:
+    def leave_to_autograd(self, backward: Any, slot: Slot) -> None:
         """Take the accumulator out of p.grad, so that autograd stores this backward pass's gradient alone."""
-        if task.ignored:
+        if backward.ignored:
             self._grads.set_aside([slot])  # `bring_back` may have run since
-        elif self.window.adds_stored or self._adds_beside(task, slot):
+        elif self.window.adds_stored or self._adds_beside(backward, slot):
             self._grads.begin_autograd_gradient(slot)
-        task.note_stored(slot)
+        backward.note_stored(slot)
 
-    def _adds_beside(self, task: Any, slot: Slot) -> bool:
+    def _adds_beside(self, backward: Any, slot: Slot) -> bool:
         """Manual loop: whether a gradient must not be added to p.grad by autograd: p.grad is a copy of the
         accumulator for an update whose closure runs, or the accumulator is rounded stochastically.
         """
         rounds = self.window.autograd_stores and self._noise.rounds(slot.accumulate_dtype)
-        return task.captures and (rounds or slot.grad_state == GradState.DTYPE_COPY)
+        return backward.captures and (rounds or slot.grad_state == GradState.DTYPE_COPY)
 
-    def note_withheld(self, task: Any, withheld: bool) -> None:
+    def note_withheld(self, backward: Any, withheld: bool) -> None:
         """Note whether FSDP2 keeps this backward pass's gradients, or reduces them with those kept."""
         window = self.window
-        if task.ignored:
+        if backward.ignored:
             if withheld:
                 raise RuntimeError(
                     "a backward inside ignore() would add its gradients to those that FSDP2 keeps for the "
@@ -222,7 +221,7 @@ class Accumulation:
                 )
             return
         # After an exception, some layers' gradients have been added to those that FSDP2 keeps.
-        task.added = task.added or withheld or window.withheld
+        backward.added = backward.added or withheld or window.withheld
         window.withheld = withheld
         window.deferred = withheld
         if not withheld:
@@ -257,12 +256,12 @@ class Accumulation:
         """
         return self.ranks.parallel is None
 
-    def add_shown_gradient(self, task: Any, slot: Slot) -> None:
+    def add_shown_gradient(self, backward: Any, slot: Slot) -> None:
         """Add the gradient that autograd has put into p.grad, and that the user's hooks have seen there."""
         gradient = slot.param.grad
-        if task.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
+        if backward.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
             return
-        task.added = True
+        backward.added = True
         if not (self.window.adds_stored or slot.grad_state == GradState.AUTOGRAD_PENDING):
             self._own(slot, gradient)
             return
@@ -277,13 +276,13 @@ class Accumulation:
         if slot.may_publish() and not is_own:
             self._grads.publish(slot, gradient.to(slot.accumulate_dtype, copy=True))
 
-    def take_stored(self, task: Any, slot: Slot) -> None:
+    def take_stored(self, backward: Any, slot: Slot) -> None:
         """Add the gradient that FSDP2 has put into p.grad, which is not an accumulator."""
         gradient = slot.param.grad
         adds_later = self.window.adds_stored
-        if task.ignored or gradient is None or torch.is_grad_enabled():
+        if backward.ignored or gradient is None or torch.is_grad_enabled():
             return
-        task.added = True
+        backward.added = True
         if not adds_later and gradient.dtype == slot.accumulate_dtype:
             return  # FSDP2 adds later gradients to it
         slot.param.grad = None
@@ -293,50 +292,55 @@ class Accumulation:
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
 
-    def collects_after(self, task: Any) -> bool:
+    def collects_after(self, backward: Any) -> bool:
         """Whether gradients that autograd stores in this backward pass are added when it ends."""
         window = self.window
         stays_in_grad = window.deferred or window.in_schedule
-        return window.counted and not (stays_in_grad or task.ignored or task.inner)
+        return window.counted and not (stays_in_grad or backward.ignored or backward.inner)
 
-    def publishes_after(self, task: Any) -> bool:
+    def adds_stored_after(self, backward: Any) -> bool:
+        """The same, or whether there is no native engine, so that autograd stores all of them."""
+        return self.window.autograd_stores or self.collects_after(backward)
+
+    def publishes_after(self, backward: Any) -> bool:
         """Whether p.grad will be the final gradient after this backward pass."""
-        return self.window.will_update and self.collects_after(task)
+        return self.window.will_update and self.collects_after(backward)
 
-    def end_backward(self, task: Any, refresh: Refresh, outermost: bool) -> None:
+    def end_backward(self, backward: Any, refresh: Refresh, outermost: bool) -> None:
         """End a backward pass, after its pending gradients were added.
 
-        task: what `begin_backward` has returned. refresh: see `Refresh`. outermost: as in `begin_backward`.
+        backward: what `begin_backward` has returned. refresh: see `Refresh`. outermost: as in
+        `begin_backward`.
         """
-        if task.ignored:
+        if backward.ignored:
             return
         window = self.window
         waits = window.deferred or window.in_schedule
-        if self._synchronisation is not None and task.reduced_outside and not waits:
-            self._synchronisation.check(task.stored)
+        if self._synchronisation is not None and backward.reduced_outside and not waits:
+            self._synchronisation.check(backward.stored)
         outermost = outermost and not window.in_schedule
         window.ran = True
         self._added_in_schedule = True
         window.num_backwards += outermost
         try:
             if window.tainted is None:
-                self._conclude_backward(task, refresh, outermost)
+                self._conclude_backward(backward, refresh, outermost)
         finally:
             if outermost:
                 self._noise.finish_numbering()
 
-    def _conclude_backward(self, task: Any, refresh: Refresh, outermost: bool) -> None:
+    def _conclude_backward(self, backward: Any, refresh: Refresh, outermost: bool) -> None:
         """After a backward pass: collect stored gradients, reduce, and publish, if it is time to."""
-        if self.window.autograd_stores and outermost and task.captures:
+        if self.window.autograd_stores and outermost and backward.captures:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
-        if outermost and task.captures and self.collects_after(task):
+        if outermost and backward.captures and self.collects_after(backward):
             if not self.has_threads:
                 self.collect_plain(refresh)
-            elif self.publishes_after(task):
-                self.collect(self._slots if self.ranks.parallel is not None else task.stored, refresh)
-        if self.publishes_after(task):
+            elif self.publishes_after(backward):
+                self.collect(self._slots if self.ranks.parallel is not None else backward.stored, refresh)
+        if self.publishes_after(backward):
             if self.ranks.parallel is not None and not (
-                outermost and task.captures and self.ranks.reduce_last()
+                outermost and backward.captures and self.ranks.reduce_last()
             ):
                 return  # `step()` adds gradients with a graph, and then reduces
             self.publish()
@@ -346,12 +350,12 @@ class Accumulation:
             if self.ranks.reduces_each and self.ranks.parallel.synchronises:
                 self.ranks.reduce()
 
-    def forget_backward(self, task: Any, failed: bool) -> None:
+    def forget_backward(self, backward: Any, failed: bool) -> None:
         """End a backward pass. If it has `failed`, taint the window if anything was added."""
         if (
             failed
-            and not task.ignored
-            and (task.added or any(slot.param.grad is not None for slot in task.stored))
+            and not backward.ignored
+            and (backward.added or any(slot.param.grad is not None for slot in backward.stored))
         ):
             self.window.note_interruption()
 
@@ -364,16 +368,16 @@ class Accumulation:
         """
         window = self.window
         grads = self._grads
-        task = self.begin_backward(True, schedule=True)
-        if window.counted and not (task.ignored or window.unsynchronised or window.deferred):
+        backward = self.begin_backward(True, schedule=True)
+        if window.counted and not (backward.ignored or window.unsynchronised or window.deferred):
             self.collect(self._slots, refresh)  # else the schedule divides it
-        if not task.ignored:
+        if not backward.ignored:
             window.micro.schedule_divisor = divisor
         self._added_in_schedule = False
-        for slot in self._slots if window.adds_stored or task.ignored else ():
+        for slot in self._slots if window.adds_stored or backward.ignored else ():
             if not slot.sharded:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
-            self.leave_to_autograd(task, slot)
+            self.leave_to_autograd(backward, slot)
         window.in_schedule = True
         failed = True
         try:
@@ -387,18 +391,18 @@ class Accumulation:
             window.micro.schedule_divisor = None
             if self.ranks.parallel is not None:
                 self.ranks.parallel.note_schedule()
-            self.end_backward(task, refresh, outermost=True)
+            self.end_backward(backward, refresh, outermost=True)
             failed = False
         finally:
             micro = window.micro
             if micro.schedule_divisor is not None:  # the `step()` has failed
-                task.added = task.added or self._added_in_schedule
+                backward.added = backward.added or self._added_in_schedule
                 if not window.counted:
-                    task.added = bool(grads.take_autograd_gradients(self._slots)) or task.added
-                    task.stored = []  # p.grad is the accumulator again
+                    backward.added = bool(grads.take_autograd_gradients(self._slots)) or backward.added
+                    backward.stored = []  # p.grad is the accumulator again
             window.in_schedule = False
             micro.schedule_divisor = None
-            self.forget_backward(task, failed)
+            self.forget_backward(backward, failed)
 
     def count_delivery(self, slot: Slot) -> None:
         if self.ranks.parallel is not None and not self.window.ignoring:

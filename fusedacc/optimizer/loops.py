@@ -183,7 +183,7 @@ class CountedLoop(Loop):
         stored = not all_ours and self._capture.engine.any_gradient()
         window = self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
-            self._capture.note_stored(window.steps > 1 or window.reduction.weighs)
+            self._capture.warn_of_bypass(window.steps > 1 or window.reduction.weighs)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError if a gradient has a graph, which the accumulator would lose."""

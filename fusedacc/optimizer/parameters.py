@@ -221,7 +221,7 @@ class ParameterSet:
         restored as by `close()`, and their sums of this window are dropped. Nothing is done while a backward
         pass runs. If it raises, nothing is changed.
         """
-        if self.in_step or capture.engine.tasks():
+        if self.in_step or capture.engine.backwards():
             return []
         groups = range(len(self._inner.param_groups))
         places: dict[int, tuple[int, str]] = {}

@@ -188,17 +188,17 @@ class _Deferred(Accumulation):
 
     owner: Callable[[], UnshardedSums | None]
 
-    def _begin_not_ignored(self, schedule: bool) -> Any:
-        task = super()._begin_not_ignored(schedule)
+    def _begin_counting(self, schedule: bool) -> Any:
+        backward = super()._begin_counting(schedule)
         owner = self.owner()
-        task.captures = task.captures and owner is not None and owner.begin_backward()
-        return task
+        backward.captures = backward.captures and owner is not None and owner.begin_backward()
+        return backward
 
     def plan(self) -> Plan | None:
         """Return None, because every backward pass has to ask FSDP2 whether it synchronises."""
         return None
 
-    def forget_backward(self, task: Any, failed: bool) -> None:
+    def forget_backward(self, backward: Any, failed: bool) -> None:
         """Do nothing. An exception taints the wrapper's window, and not this one."""
 
 

@@ -302,7 +302,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """
         if is_dynamo_compiling():
             self._zero_grad_uncompiled(set_to_none)
-        elif not (self._engine.zero_grad() or (set_to_none and self._loop.clear_used())):
+        elif not (self._engine.has_nothing_to_clear() or (set_to_none and self._loop.clear_used())):
             run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
             run(set_to_none)
 
@@ -799,6 +799,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 an optimizer is not checked.
         """
         self._capture.drop_failed_backwards()
+        self._capture.pause()  # the window may have another number of micro-batches afterwards
         self._sync_param_groups()
         self._count_skipped()
         try:

@@ -160,3 +160,13 @@ def test_a_gradient_that_the_inner_optimizer_has_replaced_is_not_counted():
         (factor * weight).backward()
         optimizer.step()
     assert weight.item() == -8.0
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_lazily_negated_gradient_of_the_user_counts(steps):
+    weight, optimizer = scalar(steps, reduction="sum")
+    weight.grad = torch._neg_view(torch.tensor(2.0))
+    for _ in range(steps or 1):
+        weight.backward()
+        optimizer.step()
+    assert weight.item() == (1 if steps is None else 0)

@@ -52,7 +52,7 @@ def test_a_backward_inside_ignore_does_not_count_after_one_of_another_thread_has
 
     thread = threading.Thread(target=lambda: loss_of(model).backward())
     model.weight.register_hook(wait)
-    optimizer._engine.stop()  # as after any unusual event
+    optimizer._engine.drop_plan()  # as after any unusual event
     thread.start()
     assert inside.wait(PATIENCE)
     with optimizer.ignore():
@@ -170,7 +170,7 @@ def test_discard_inside_a_backward_ends_it():
     loss_of(model).backward()
     handle.remove()
     optimizer.discard()
-    assert not optimizer._engine.tasks()
+    assert not optimizer._engine.backwards()
     micro_batches(model, optimizer, 2)
     assert optimizer.micro_step == 2
 

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import LOW, wrap
+from loops import LOW, scalar, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
+from fusedacc.accumulators import p_grad
 
 #: Seconds that a thread waits for another one before the test fails.
 PATIENCE = 120
@@ -186,3 +187,22 @@ def test_a_backward_that_began_before_ignore_in_another_thread_counts(steps, bef
     optimizer.step()
     more = 1.0 if before and steps is None else 0.0
     assert (early.item(), late.item()) == (-3.0 - more, -1.0 - more)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_gradients_count_after_an_exception_at_the_beginning_of_ignore(steps, monkeypatch):
+    weight, optimizer = scalar(steps)
+    weight.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(p_grad, "Former", interrupted)
+        with pytest.raises(KeyboardInterrupt), optimizer.ignore():
+            pass
+    if steps is not None:
+        optimizer.step(), optimizer.zero_grad()
+    weight.backward()
+    optimizer.step()
+    assert weight.item() == (-1 if steps else -2)
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt

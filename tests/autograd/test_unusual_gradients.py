@@ -134,7 +134,7 @@ def test_a_gradient_that_autograd_stores_in_a_closure_has_the_right_scale():
 
 def test_nested_backwards_add_in_the_order_of_autograd(monkeypatch):
     """The enclosing backward's small gradient is added before its last large one, with full buckets too."""
-    monkeypatch.setattr("fusedacc.accumulators.engine.BUCKET_BYTES", 100)
+    monkeypatch.setattr("fusedacc.accumulators.engine.LAUNCH_BYTES", 100)
     ends = []
     for wraps in (False, True):
         weight, filling = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(30))

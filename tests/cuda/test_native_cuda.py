@@ -185,7 +185,7 @@ def test_a_gradient_that_a_user_changes_later():
 
 def test_gradients_that_wait_are_added_when_they_are_many(monkeypatch):
     """In the middle of a window at most the limit of a bucket waits."""
-    monkeypatch.setattr(engine, "BUCKET_BYTES", 3 * 64 * 64 * 4)
+    monkeypatch.setattr(engine, "LAUNCH_BYTES", 3 * 64 * 64 * 4)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]).cuda()
     optimizer = wrap(model)
     peaks = []
@@ -390,7 +390,7 @@ class FailingLaunch(TorchDispatchMode):
 def wait_for_failure(optimizer: fusedacc.AccumulatingOptimizer) -> None:
     """Wait until the engine's thread of the GPU has freed the failed graph task, a moment after the error."""
     deadline = time.monotonic() + 10.0
-    while not all(map(optimizer._engine.has_failed, optimizer._engine.tasks())):
+    while not all(map(optimizer._engine.has_failed, optimizer._engine.backwards())):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -404,7 +404,7 @@ def test_a_failed_launch_taints_the_window(native):
         optimizer.step()
         optimizer.zero_grad()
     if not native:
-        optimizer._engine.stop()
+        optimizer._engine.drop_plan()
     with pytest.raises(torch.OutOfMemoryError, match="no memory"), FailingLaunch():
         model(batch(2, 5, 16)).square().mean().backward()
     wait_for_failure(optimizer)
@@ -543,7 +543,7 @@ class CountedLaunches(TorchDispatchMode):
 
 
 def test_full_buckets_are_added_in_one_launch_each(monkeypatch):
-    monkeypatch.setattr(engine, "BUCKET_BYTES", 3 * 64 * 64 * 4)
+    monkeypatch.setattr(engine, "LAUNCH_BYTES", 3 * 64 * 64 * 4)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]).cuda()
     optimizer = wrap(model)
     for step in range(STEPS):

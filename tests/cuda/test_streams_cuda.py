@@ -56,7 +56,7 @@ def windows(forward, backward, model: bool, wraps: bool):
 @pytest.mark.parametrize("model", [True, False], ids=["model", "plain"])
 @pytest.mark.parametrize("where", ["default to side", "side to default", "default to sides in turn"])
 def test_sums_equal_those_of_one_stream(where, model, large, monkeypatch):
-    monkeypatch.setattr(engine, "BUCKET_BYTES", 1 if large else 2**24)
+    monkeypatch.setattr(engine, "LAUNCH_BYTES", 1 if large else 2**24)
     default, sides = torch.cuda.default_stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     forward, backward = {
         "default to side": ([default], sides[:1]),

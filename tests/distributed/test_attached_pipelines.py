@@ -119,8 +119,8 @@ class TestOnOneRank:
         optimizer.step()
         order: list[str] = []
         capture = optimizer._capture
-        do_products = capture.do_products
-        capture.do_products = lambda undone: (order.append(f"W{len(undone)}"), do_products(undone))
+        compute = capture.compute_postponed
+        capture.compute_postponed = lambda products: (order.append(f"W{len(products)}"), compute(products))
         with mock.patch("torch.autograd.grad", side_effect=AssertionError("a gradient is asked for")):
             run_schedule(schedule, 0)
         assert "W2" in order

@@ -229,7 +229,7 @@ class TestOnOneRank:
         with pytest.raises(RuntimeError, match=r"discard\(\)"):
             optimizer.step()
         optimizer.discard()
-        assert all(capture.undone is None for capture in optimizer._pipeline_steps.captures())
+        assert all(capture.postponed is None for capture in optimizer._pipeline_steps.captures())
         optimizer.close()
         optimizer, schedule = wrap(net, steps, model=net), scheduled(kind, net)
         if attaches:

@@ -144,3 +144,53 @@ def test_fsdp1_reduces_its_parameters(use_orig_params, tmp_path):
         with FullyShardedDataParallel.summon_full_params(parallel):
             flat = torch.cat([param.detach().flatten() for param in parallel.parameters()])
     torch.testing.assert_close(flat, torch.cat([param.detach().flatten() for param in alone.parameters()]))
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_weights_in_a_manual_loop(reduction, view, native, tmp_path, monkeypatch):
+    """The sum is not overwritten by a DistributedDataParallel whose bucket is p.grad."""
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
+    model = nn.Linear(3, 1, bias=False).double()
+    micro_batches = ((2.0, 1.0), (3.0, 10.0), (1.0, 100.0))
+    with process_group("gloo", tmp_path):
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        optimizer = wrap(model, None, lr=1.0, reduction=reduction)
+        for _ in range(3):
+            before = model.weight.detach().clone()
+            for weight, value in micro_batches:
+                with optimizer.accumulate(weight=weight):
+                    parallel(torch.full((1, 3), value).double()).sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+            terms = [weight * value if reduction == "weighted" else value for weight, value in micro_batches]
+            torch.testing.assert_close(
+                before - model.weight.detach(), torch.full((1, 3), sum(terms) / 6).double()
+            )
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+def test_a_stochastic_sum_in_a_manual_loop(native, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    with process_group("gloo", tmp_path):
+        parallel = DistributedDataParallel(model)
+        optimizer = wrap(model, None, accumulate_dtype=torch.bfloat16, rounding="stochastic", seed=1)
+        for value in range(1, 5):
+            parallel(torch.full((1, 3), float(value)).bfloat16()).sum().backward()
+        assert model.weight.grad.tolist() == [[10.0] * 3]
+        optimizer.close()
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+def test_sparse_gradients_are_put_aside(native, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", native)
+    model = nn.Embedding(5, 3, sparse=True)
+    with process_group("gloo", tmp_path):
+        optimizer = wrap(model, None, lr=1.0)
+        before = model.weight.detach().clone()
+        model(torch.tensor([1, 2])).sum().backward()
+        with optimizer.ignore():
+            model(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+        assert (before - model.weight.detach())[:, 0].tolist() == pytest.approx([0, 1, 1, 0, 0])

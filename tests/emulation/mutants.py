@@ -150,9 +150,9 @@ MUTANTS = (
     ),
     Mutant(
         "one launch adds to a sum twice",
-        QUEUE,
-        "  if (slot->waits) flush();  // no launch adds to a sum twice\n",
-        "",
+        ENGINE,
+        "  if (slot->waits) queue_.flush();  // Python may make",
+        "  // Python may make",
         NATIVE,
     ),
     Mutant(
@@ -186,8 +186,10 @@ MUTANTS = (
     Mutant(
         "each gradient is launched alone after the first full bucket",
         QUEUE,
-        "  nbytes_ = 0;\n  for (const Batch& batch : batches) {",
-        "  for (const Batch& batch : batches) {",
+        "std::exchange(batches_, {});\n  nbytes_ = 0;\n  for (const Batch& batch : batches) {\n"
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch& batch",
+        "std::exchange(batches_, {});\n  for (const Batch& batch : batches) {\n"
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch& batch",
         NATIVE,
     ),
     Mutant(
@@ -200,7 +202,7 @@ MUTANTS = (
     Mutant(
         "gradients of two factors share a launch",
         QUEUE,
-        " &&\n           batch.addition.is_same(addition);",
+        " && batch.addition.is_same(addition);",
         ";",
         NATIVE,
     ),
@@ -221,29 +223,29 @@ MUTANTS = (
     Mutant(
         "a backward pass of the engine ends without a wait",
         ENGINE,
-        "      queue_.join();\n      // A parameter may have",
-        "      queue_.flush();\n      // A parameter may have",
+        "      queue_.join();\n      const bool is_done",
+        "      queue_.flush();\n      const bool is_done",
         NATIVE,
     ),
     Mutant(
         "a product is not ordered after earlier additions",
         ENGINE,
-        "  if (!sum.is_cpu()) queue_.write(slot);\n",
+        "  if (!sum.is_cpu()) queue_.order_write(slot);\n",
         "",
         NATIVE,
     ),
     Mutant(
         "Python does not wait for the engine's additions",
         CAPTURE,
-        "            self.engine.settle(slot)\n        return task",
-        "        return task",
+        "            self.engine.settle(slot)\n        return backward",
+        "        return backward",
         f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
         "a scale of another stream is used again",
         ENGINE,
-        "!task->product || task->product->stream != stream ||",
-        "!task->product ||",
+        "!backward->product || backward->product->stream != stream ||",
+        "!backward->product ||",
         PROGRAMS,
     ),
     Mutant(

@@ -122,12 +122,12 @@ class Program:
 
     def run(self, wraps: bool) -> list[torch.Tensor]:
         """Train with the wrapper or with plain PyTorch, on the same streams. Return the weights."""
-        before = engine.BUCKET_BYTES
-        engine.BUCKET_BYTES = self.bucket_bytes
+        before = engine.LAUNCH_BYTES
+        engine.LAUNCH_BYTES = self.bucket_bytes
         try:
             return self._train(wraps)
         finally:
-            engine.BUCKET_BYTES = before
+            engine.LAUNCH_BYTES = before
 
     def _train(self, wraps: bool) -> list[torch.Tensor]:
         rng = random.Random(self.seed + 1)

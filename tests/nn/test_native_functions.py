@@ -103,7 +103,7 @@ def test_an_output_is_allocated_once():
 @pytest.mark.parametrize("bucket", [1, 200, 400, 700, 10**6])
 def test_a_full_bucket_after_a_first_product(bucket, monkeypatch):
     """The product uses uninitialized memory, and the bucket holds another gradient of the weight."""
-    monkeypatch.setattr(engine, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(engine, "LAUNCH_BYTES", bucket)
     model, optimizer, twin = nets(*(nn.Linear(9, 9) for _ in range(6)))
     for window in range(4):
         for net in (model, twin):

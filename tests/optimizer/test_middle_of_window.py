@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import Failure, fail, failing, with_backward
+from loops import Failure, fail, failing, scalar, with_backward
 from torch import nn
 
 import fusedacc
@@ -394,3 +394,40 @@ def test_a_backward_that_fails_after_an_addition_taints_the_window_until_discard
             if counted or number == STEPS - 1:
                 each.opt.step()
     assert all(map(torch.equal, training.model.parameters(), fresh.model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [1, 2, None])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)]
+)
+def test_an_update_has_gradients_of_the_dtype_that_the_user_has_asked_for(dtype, grad_dtype, steps):
+    seen = []
+
+    class Sees(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(weight.grad.dtype)
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.zeros(4, dtype=dtype))
+    weight.grad_dtype = grad_dtype
+    optimizer = fusedacc.AccumulatingOptimizer(Sees([weight], lr=1.0), steps)
+    for _ in range(2 * (steps or 1)):
+        weight.sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert seen == [grad_dtype] * 2
+
+
+def test_a_parameter_that_was_frozen_gets_scaled_gradients():
+    """It is frozen while its sum is published, and unfrozen before a further backward pass."""
+    weight, optimizer = scalar(2)
+    other = nn.Parameter(torch.ones(()))
+    optimizer.add_param_group({"params": [other]})
+    (weight * other).backward()
+    optimizer.step(), optimizer.zero_grad()
+    weight.requires_grad_(False)
+    optimizer.explain()  # looks at all parameters
+    (weight * other).backward()
+    weight.requires_grad_(True)
+    (weight * other).backward()
+    optimizer.step()
+    assert weight.item() == -1

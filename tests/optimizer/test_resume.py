@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loops import LOW, identical, loss_of, micro_batch, network, through_file, wrap
+from loops import LOW, identical, loss_of, micro_batch, network, scalar, through_file, wrap
 from torch import nn
 
 import fusedacc
@@ -298,3 +298,26 @@ def test_a_state_dict_of_another_form_loads_without_our_top_level_counters():
     fresh.load_state_dict(state)
     assert (fresh.micro_step, fresh.num_updates) == (1, 1)
     assert identical(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("choice", ["0", ""])
+@pytest.mark.parametrize("before", [0, 8, 9])
+def test_a_window_of_another_number_of_micro_batches_is_finished_first(before, choice, monkeypatch):
+    """Its number is in the checkpoint. Later windows have that of the wrapper."""
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+    weight, optimizer = scalar(4)
+    weight.backward()
+    optimizer.step(), optimizer.zero_grad()
+    state = through_file(optimizer.state_dict())
+
+    weight, optimizer = scalar(8)
+    for _ in range(before):
+        weight.backward()
+        optimizer.step(), optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    begun, seen = weight.item(), []
+    for _ in range(3 + 16):
+        weight.backward()
+        optimizer.step(), optimizer.zero_grad()
+        seen.append(begun - weight.item())
+    assert seen == [0] * 2 + [1] * 8 + [2] * 8 + [3]

@@ -74,7 +74,7 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
         others = trained(backend=backend, **options)
         if "max_grad_norm" not in options:  # the norm of `eager` has other bits
             assert identical(others, wanted)
-    monkeypatch.setattr(engine, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(engine, "LAUNCH_BYTES", 1)
     assert identical(trained(**options), wanted)
     monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     assert identical(trained(**options), wanted)

@@ -62,7 +62,7 @@ def wrapping(seed: int) -> Make:
 def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half of the cases gradients that wait are added often."""
     if seed % 2 == 1:
-        monkeypatch.setattr("fusedacc.accumulators.engine.BUCKET_BYTES", 100)
+        monkeypatch.setattr("fusedacc.accumulators.engine.LAUNCH_BYTES", 100)
 
 
 def choose_engine(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
