@@ -229,10 +229,14 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
 
 void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
                  const Addition& addition, bool is_unshared) {
-  if (!sum.is_cpu())
-    return queue_.add(slot, sum, gradient, addition, /*backward=*/nullptr, /*may_wait=*/is_unshared);
+  if (sum.is_cpu()) return run_now(sum, gradient, addition);
+  queue_.add(slot, sum, gradient, addition, /*backward=*/nullptr, /*may_wait=*/is_unshared);
+}
+
+void Engine::run_now(const at::Tensor& sum, const at::Tensor& gradient, const Addition& addition) {
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
-  const bool is_flat = addition.scale.on_host() && addition.beta.on_host() && same_layout(gradient, sum);
+  const bool is_flat =
+      sum.is_cpu() && addition.scale.on_host() && addition.beta.on_host() && same_layout(gradient, sum);
   if (!is_flat) return run_addition({sum}, {gradient}, addition);
   const Multipliers by{addition.scale.value, addition.beta.value};
   add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), dtype_number(gradient.scalar_type()),
@@ -330,6 +334,24 @@ bool Engine::add_rows(const SlotPointer& slot, const at::Tensor& rows, const at:
   if (target->is_new) sum.zero_();
   operation.callBoxed(stack);
   note_written(*slot, sum, target->is_new);
+  return true;
+}
+
+bool Engine::add_part(const SlotPointer& slot, const at::Tensor& gradient, int64_t index) {
+  const Lock lock(mutex_);
+  if (!is_ordinary(*slot, gradient) || !are_pair(gradient.scalar_type(), slot->accumulate_dtype))
+    return false;
+  const std::optional<Target> target = target_for(*slot);
+  // Python keeps a record of the matrices that a window's first micro-batch has written.
+  if (!target || target->is_new || !slot->beta.is_one()) return false;
+  const at::Tensor& sum = target->sum;
+  if (sum.dim() != 3 || !sum.is_contiguous() || gradient.is_alias_of(sum)) return false;
+  const at::Tensor matrix = sum.select(/*dim=*/0, index);
+  if (matrix.sizes() != gradient.sizes()) return false;
+  target->backward->added = true;  // also if it fails half-way
+  if (!sum.is_cpu()) queue_.order_write(slot);
+  run_now(matrix, gradient, {Number{target->scale, at::Tensor()}, Number()});
+  note_written(*slot, sum, /*is_new=*/false);
   return true;
 }
 

@@ -76,6 +76,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
                    ProductMethod method);
   bool add_rows(const SlotPointer& slot, const at::Tensor& rows, const at::Tensor& gradients, int64_t padding,
                 bool by_frequency);
+  // The same for one matrix of a stack, sum[index] += scale * gradient, if the stack has a sum already.
+  bool add_part(const SlotPointer& slot, const at::Tensor& gradient, int64_t index);
 
   // Python is about to write to the sum of a slot on the current stream, or to read it.
   void settle(const SlotPointer& slot);
@@ -178,6 +180,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Adds now on a CPU, and with the next launch on a GPU.
   void run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
            const Addition& addition, bool is_unshared);
+  void run_now(const at::Tensor& sum, const at::Tensor& gradient, const Addition& addition);
   bool must_add_in_python(const Slot& slot, const Number& scale) const;
   // The slot's sum, to which a module may write in a running backward pass.
   struct Target {

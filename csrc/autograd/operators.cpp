@@ -369,7 +369,12 @@ class Selected : public torch::autograd::Function<Selected> {
     const auto sizes = context->saved_data["sizes"].toSymIntVector();
     int64_t part = position.defined() ? position.item<int64_t>() : index;
     if (part < 0) part += sizes[0].expect_int();
-    if (!try_add(ticket, kWeight, only_in_python, "add_part", gradient, part)) {
+    const auto natively = [&](const Destination& destination) {
+      return destination.try_add([&](Engine& engine, const std::shared_ptr<Slot>& slot) {
+        return engine.add_part(slot, gradient, part);
+      });
+    };
+    if (!try_add(ticket, kWeight, natively, "add_part", gradient, part)) {
       results[kWeight] = at::select_backward_symint(gradient, sizes, /*dim=*/0, part);
     }
     return results;

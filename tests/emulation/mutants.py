@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "a product is not ordered after earlier additions",
         ENGINE,
-        "  if (!sum.is_cpu()) queue_.order_write(slot);\n",
-        "",
+        "  if (!sum.is_cpu()) queue_.order_write(slot);\n  target->backward->added = true;",
+        "  target->backward->added = true;",
         NATIVE,
     ),
     Mutant(
