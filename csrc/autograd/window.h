@@ -38,9 +38,6 @@ struct WindowState {
     sum_scale = Number();
     begin_micro_batch();
   }
-  // Whether a backward pass needs no more than additions. The other flags are set only in windows for which
-  // Python makes no plan, or inside `accumulate()`.
-  bool is_plain() const { return !(ignoring || in_context || tainted || in_schedule); }
   void begin_micro_batch() {
     ran = false;
     num_backwards = 0;

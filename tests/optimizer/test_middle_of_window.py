@@ -417,6 +417,23 @@ def test_an_update_has_gradients_of_the_dtype_that_the_user_has_asked_for(dtype,
     assert seen == [grad_dtype] * 2
 
 
+def test_a_scaler_that_steps_divides_gradients_of_losses_that_it_has_not_scaled():
+    """As torch's scaler does."""
+    weight, optimizer = scalar(2)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    seen = []
+    for number in range(6):
+        weight.backward()
+        if number < 2:
+            optimizer.step()
+        else:
+            scaler.step(optimizer), scaler.update()
+        optimizer.zero_grad()
+        seen.append(weight.item())
+    assert seen == [0, -1, -1, -1.25, -1.25, -1.5]
+
+
 def test_a_parameter_that_was_frozen_gets_scaled_gradients():
     """It is frozen while its sum is published, and unfrozen before a further backward pass."""
     weight, optimizer = scalar(2)

@@ -14,6 +14,7 @@ from loops import (
     loss_of,
     micro_batch,
     network,
+    scalar,
     wrap,
     wrap_momentum,
 )
@@ -278,3 +279,12 @@ def test_a_gradient_left_by_an_update_is_not_counted(dtype, done, options):
     optimizer.step()
     assert (optimizer.num_updates, optimizer.micro_step) == (1, 0)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), left, strict=True))
+
+
+def test_gradients_that_a_clipped_update_has_used_do_not_count_again():
+    """Without `zero_grad()`."""
+    weight, optimizer = scalar(2, max_grad_norm=10.0)
+    for _ in range(4):
+        weight.backward()
+        optimizer.step()
+    assert weight.item() == -2
