@@ -1,5 +1,5 @@
 // The engine of one wrapper: its hooks deliver gradients here, modules write products and rows, and each
-// backward pass begins and ends here. A plain window on a CPU needs Python only to call the inner optimizer.
+// backward pass begins and ends here. Most windows on a CPU need Python only to call the inner optimizer.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

@@ -446,13 +446,11 @@ class LossScaleLink:
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """Run `step` or `flush` for a fusedacc GradScaler, which reads the result from `scaling`."""
         self._scaling = scaling
-        self._loop.leave_to_python("a scaler steps", True)
         updates = self._window.num_updates
         try:
             return run()
         finally:
             self._scaling = None
-            self._loop.leave_to_python("a scaler steps", False)
             if self._window.num_updates > updates:
                 self.set_scaled(False)
 
