@@ -76,7 +76,7 @@ fusedacc/autograd: tests/nn
 +        if node is None:
 fusedacc/accumulators: tests/nn/test_head.py tests/nn/test_autograd.py tests/autograd
 # without the engine, a head hides a weight's gradient from its hook
--is_read = param._backward_hooks or
+-is_read = acts or
 +is_read =
 fusedacc/kernels: tests/kernels/test_triton_grouped.py
 # the last step of an expert takes rows of the next

@@ -105,6 +105,21 @@ bool has_hooks(const at::Tensor& tensor) {
   return python == nullptr || python->backward_hooks == nullptr || is_filled(python->backward_hooks);
 }
 
+bool has_hooks_that_act(const at::Tensor& tensor) {
+  if (!has_hooks(tensor)) return false;
+  const THPVariable* python = python_part(tensor);
+  if (python == nullptr || python->backward_hooks == nullptr || !PyDict_Check(python->backward_hooks)) {
+    return true;
+  }
+  const pybind11::gil_scoped_acquire gil;
+  PyObject *key = nullptr, *hook = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(python->backward_hooks, &position, &key, &hook)) {
+    if (PyObject_HasAttrString(hook, "only_looks") == 0) return true;
+  }
+  return false;
+}
+
 bool has_post_accumulate_hook(const at::Tensor& parameter) {
   if (torch::autograd::impl::post_acc_grad_hooks(parameter) == nullptr) return false;
   const THPVariable* python = python_part(parameter);

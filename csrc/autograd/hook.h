@@ -16,6 +16,10 @@ bool has_post_hook(const torch::autograd::Node& node);
 // Whether a hook is registered on a tensor.
 bool has_hooks(const at::Tensor& tensor);
 
+// Whether a hook is registered on a tensor that needs the gradient itself. Others have the attribute
+// `only_looks`: a module may add the gradient to the sum, and give them a copy.
+bool has_hooks_that_act(const at::Tensor& tensor);
+
 // Whether a hook is registered on a parameter that runs after autograd has stored its gradient.
 bool has_post_accumulate_hook(const at::Tensor& parameter);
 

@@ -40,7 +40,7 @@ Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::au
   if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
   if (slot.needs_eager) return Reason::kNeedsEager;
   if (!slot.has_path) return Reason::kOrdinary;
-  return has_hooks(parameter) ? Reason::kWeightHook : Reason::kInModule;
+  return has_hooks_that_act(parameter) ? Reason::kWeightHook : Reason::kInModule;
 }
 
 Reason reason_for(const Slot& slot) {
@@ -57,7 +57,7 @@ bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& node) {
   if (slot.node != &node) return false;  // the parameter was moved or cast
   if (at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()) return false;
   const Reason reason = reason_for(slot, node.variable, &node);
-  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks(node.variable);
+  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks_that_act(node.variable);
 }
 
 }  // namespace fusedacc::autograd

@@ -113,7 +113,8 @@ Destination::Destination(int64_t number) : sum_(WeightSum::find(number)) {
 bool Destination::may_add() const {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   const bool wants_all = wanted != nullptr && wanted->empty();
-  return node_ != nullptr && wants_all && may_write(*sum_->slot(), *node_);
+  // Python shows the gradient to hooks that only look.
+  return node_ != nullptr && wants_all && !has_hooks(node_->variable) && may_write(*sum_->slot(), *node_);
 }
 
 }  // namespace fusedacc::autograd

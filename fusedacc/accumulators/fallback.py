@@ -133,7 +133,9 @@ class FallbackEngine:
 
     def may_write(self, slot: Any, node: Any) -> bool:
         param = slot.param
-        is_read = param._backward_hooks or param._post_accumulate_grad_hooks or slot.is_reduced_outside()
+        hooks = (param._backward_hooks or {}).values()
+        acts = not all(hasattr(hook, "only_looks") for hook in hooks)
+        is_read = acts or param._post_accumulate_grad_hooks or slot.is_reduced_outside()
         is_recorded = torch.is_grad_enabled() or torch.is_anomaly_enabled()
         known = self._nodes.get(slot)
         is_same = known is not None and known is node

@@ -19,7 +19,7 @@ from ..autograd.capture import Capture
 from ..kernels import native_module, torch_state
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.local_parts import local
-from ..kernels.torch_private import innermost_transform, runs_as_written, share_memory
+from ..kernels.torch_private import innermost_transform, runs_as_written, share_memory, will_run
 from ..kernels.torch_state import weakly
 from . import compiled
 from .kept_cast import KeptCasts
@@ -117,7 +117,18 @@ class WeightSum:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        return capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
+        is_taken = capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
+        if is_taken and self.slot.param._backward_hooks and will_run(node):
+            self._show(write, by_rows, part)
+        return is_taken
+
+    def _show(self, write: Write, by_rows: bool, part: int | None) -> None:
+        """Give a gradient that was added to the sum to hooks on the weight, all of which only look."""
+        param = self.slot.param
+        gradient = torch.zeros(param.shape, dtype=self.slot.accumulate_dtype, device=param.device)
+        write(gradient, 1.0, 1.0 if by_rows or part is not None else 0.0)
+        for hook in list((param._backward_hooks or {}).values()):
+            hook(gradient)
 
     def deliver(self, node: Any, gradient: Tensor) -> None:
         """Handle a gradient that an operator of a compiled graph has computed, as autograd would. Raises
