@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/record_function.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -17,6 +18,7 @@
 
 #include "gradients.h"
 #include "hook.h"
+#include "number_caster.h"
 
 namespace py = pybind11;
 
@@ -536,6 +538,14 @@ bool Engine::are_as_seen() const {
          std::all_of(slots_.begin(), slots_.end(), [](const auto& slot) { return slot->is_as_seen(); });
 }
 
+bool Engine::are_on_current_streams() const {
+  return std::all_of(slots_.begin(), slots_.end(), [](const SlotPointer& slot) {
+    const torch::autograd::AccumulateGrad* const node = slot->node;
+    if (node == nullptr || !slot->device->is_cuda()) return true;
+    return node->input_metadata(0).stream() == current_stream(*slot->device);
+  });
+}
+
 bool Engine::any_gradient() const {
   return std::any_of(slots_.begin(), slots_.end(),
                      [](const auto& slot) { return slot->parameter().grad().defined(); });
@@ -583,7 +593,7 @@ bool Engine::end_update() {
 bool Engine::clear_used(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (on_gpu_) return false;             // Python hooks new nodes if another stream is current
+  if (on_gpu_ && !are_on_current_streams()) return false;  // Python hooks new nodes
   if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   if (!plan_applies() || !plan_->updates_plainly || !backwards_.empty() || !sums_->consumed) return false;
   if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;

@@ -163,6 +163,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool publish();
   // Whether every p.grad is what was put there, or is not there.
   bool shows_only_sums() const;
+  // Whether the nodes on GPUs were created on the streams that are current.
+  bool are_on_current_streams() const;
   std::shared_ptr<BackwardPass> begin(int identity);
   void queue_callback(const std::shared_ptr<BackwardPass>& backward, std::shared_ptr<void> running);
   void finish(const std::shared_ptr<BackwardPass>& backward);

@@ -10,36 +10,11 @@
 #include "engine.h"
 #include "hook.h"
 #include "module_attribute.h"
+#include "number_caster.h"
 #include "operators.h"
 #include "weight_sum.h"
 
 namespace py = pybind11;
-
-namespace pybind11::detail {
-
-// A Number is a float or a tensor in Python.
-template <>
-struct type_caster<fusedacc::autograd::Number> {
- public:
-  PYBIND11_TYPE_CASTER(fusedacc::autograd::Number, const_name("float | torch.Tensor"));
-
-  bool load(handle source, bool) {
-    if (THPVariable_Check(source.ptr())) {
-      value.tensor = THPVariable_Unpack(source.ptr());
-      return true;
-    }
-    value.value = PyFloat_AsDouble(source.ptr());
-    if (PyErr_Occurred() == nullptr) return true;
-    PyErr_Clear();
-    return false;
-  }
-  static handle cast(const fusedacc::autograd::Number& number, return_value_policy, handle) {
-    if (number.on_host()) return PyFloat_FromDouble(number.value);
-    return THPVariable_Wrap(number.tensor);
-  }
-};
-
-}  // namespace pybind11::detail
 
 namespace fusedacc::autograd {
 namespace {
