@@ -593,7 +593,7 @@ bool Engine::end_update() {
 bool Engine::clear_used(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (on_gpu_ && !are_on_current_streams()) return false;  // Python hooks new nodes
+  if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python hooks new nodes
   if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   if (!plan_applies() || !plan_->updates_plainly || !backwards_.empty() || !sums_->consumed) return false;
   if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;

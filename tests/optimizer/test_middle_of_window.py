@@ -417,6 +417,21 @@ def test_an_update_has_gradients_of_the_dtype_that_the_user_has_asked_for(dtype,
     assert seen == [grad_dtype] * 2
 
 
+def test_a_plan_is_not_used_in_a_later_window():
+    """A window of three begins with a gradient that was put into p.grad by hand, without a backward pass."""
+    weight, optimizer = scalar(lambda window: 2 + window)
+    for _ in range(2):
+        weight.backward()
+        optimizer.step(), optimizer.zero_grad()
+    weight.grad = torch.ones(())
+    optimizer.step(), optimizer.zero_grad()
+    for _ in range(2):
+        weight.backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == 2
+    assert weight.item() == pytest.approx(-2)
+
+
 def test_a_scaler_that_steps_divides_gradients_of_losses_that_it_has_not_scaled():
     """As torch's scaler does."""
     weight, optimizer = scalar(2)
