@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .records import BackwardPass, History, Update
+from .sketch_sets import SketchSet
 
 #: Passes without an optimizer keep so many sketches, of 512 bytes each. Older ones are forgotten.
 WAITING_SKETCHES = 2**18
@@ -34,7 +35,7 @@ class OptimizerRecord:
     reference: weakref.ref[Any]
     number: int
     owned: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    last_sketches: dict[int, Tensor] = field(default_factory=dict)
+    last_sketches: SketchSet | None = None
     last_update: Update | None = None
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -114,7 +115,7 @@ class Optimizers:
             if is_needed and size < WAITING_SKETCHES:
                 self._holding.append(each)
             else:
-                each.sketches = {}
+                each.sketches.clear()
         self._holding.reverse()
 
     def name_parameters(self, record: OptimizerRecord, params: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .loss import Loss
+from .sketch_sets import SketchSet
 
 #: Kinds of problems. They are part of the JSON's schema.
 KINDS = ("lost", "double", "scale", "uneven", "stale", "ranks", "parameters", "count")
@@ -28,13 +29,13 @@ class BackwardPass:
         loss: what the loss's graph says.
         line: the line that calls `backward()`, such as "train.py:139".
         place: a number for this call. Losses of one place are of one kind.
+        sketches: of its gradients, by the leaf's number, until no optimizer can use the pass any more.
         repeats: number of an earlier pass of the same loss.
         contains: numbers of earlier passes whose losses are part of this one.
         has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
         evaluating: optimizers whose model was in evaluation mode.
         dtype: the gradients' least precise dtype.
         rank: the rank that ran it.
-        sketches: sketches by the leaf's number, until no optimizer can use the pass any more.
         leaves: the leaves that got a gradient.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
@@ -51,13 +52,13 @@ class BackwardPass:
     loss: Loss
     line: str
     place: int
+    sketches: SketchSet
     repeats: int | None = None
     contains: tuple[int, ...] = ()
     has_other_inputs: bool = False
     evaluating: frozenset[int] = frozenset()
     dtype: torch.dtype = torch.float64
     rank: int = 0
-    sketches: dict[int, Tensor] = field(default_factory=dict)
     leaves: frozenset[int] = frozenset()
     is_finite: bool = True
     scale: Any = 1.0

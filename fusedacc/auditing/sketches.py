@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from .memory import allocate
+
 #: Columns of signs on each side of the matrix.
 COLUMNS = 8
 #: Numbers in a sketch. A vector gets all of them from one side.
@@ -69,7 +71,7 @@ class SketchMap:
     def _buffer(self, numel: int, device: torch.device) -> Tensor:
         buffer = self._buffers.get(device)
         if buffer is None or len(buffer) < numel:
-            buffer = self._buffers[device] = torch.empty(numel, dtype=torch.float64, device=device)
+            buffer = self._buffers[device] = allocate((numel,), device)
         return buffer
 
     def _random_signs(self, rows: int, columns: int, device: torch.device) -> Tensor:
@@ -85,7 +87,7 @@ class SketchMap:
                     0, 2, (rows, columns), generator=generator, device="cpu", dtype=torch.int8
                 )
                 signs = bits.double().mul_(2).sub_(1).div_(math.sqrt(columns))
-            self._signs[key] = signs.to(device)
+            self._signs[key] = allocate(tuple(signs.shape), device).copy_(signs)
         return self._signs[key]
 
 

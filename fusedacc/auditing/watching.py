@@ -37,6 +37,7 @@ from .loss import Loss, Node, read_loss
 from .optimizers import OptimizerRecord, Optimizers, parameters_of
 from .records import BackwardPass, Equations, History, Update
 from .shards import find_unsharded, first_row
+from .sketch_sets import SketchPages, SketchSet
 from .sketches import SketchMap
 from .wording import format_names
 
@@ -108,6 +109,7 @@ class Watcher:
         self._on_end_of_step = on_end_of_step
         self._leaves = Leaves(self._receive)
         self._sketch = SketchMap().sketch
+        self._pages = SketchPages()
         self._current: BackwardPass | None = None
         self._undo: list[Callable[[], None]] = []
         self._open_steps: list[OpenStep] = []
@@ -199,7 +201,7 @@ class Watcher:
                     loss = replace(loss, factor=loss.factor * abs(float(given)))
         line, place = call_site()
         number = self.history.num_passes
-        current = BackwardPass(number, how, loss, line, place, scale=self._scale)
+        current = BackwardPass(number, how, loss, line, place, SketchSet(self._pages), scale=self._scale)
         current.has_other_inputs = has_other_inputs
         current.evaluating = self.optimizers.evaluating()
         own = None if end is None else end.metadata.get(METADATA_KEY)
@@ -244,24 +246,20 @@ class Watcher:
             )
         if self._current is None:  # a backward pass that did not go through torch.autograd.backward
             line, place = call_site()
-            self._current = BackwardPass(self.history.num_passes, "other", Loss(), line, place)
+            sketches = SketchSet(self._pages)
+            self._current = BackwardPass(self.history.num_passes, "other", Loss(), line, place, sketches)
             torch_private.queue_callback(self._close_pass)
         current = self._current
         if torch.finfo(gradient.dtype).eps > torch.finfo(current.dtype).eps:
             current.dtype = gradient.dtype
-        sketch = self._sketch(gradient, gradient.shape)
-        known = current.sketches.get(number)
-        current.sketches[number] = sketch if known is None else known + sketch
+        current.sketches.add(number, self._sketch(gradient, gradient.shape))
 
     @guarded
     def _close_pass(self) -> None:
         current, self._current = self._current, None
         if current is None or not current.sketches:
             return
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for sketch in current.sketches.values():
-            by_device.setdefault(sketch.device, []).append(sketch)
-        current.is_finite = all(bool(torch.cat(sketches).isfinite().all()) for sketches in by_device.values())
+        current.is_finite = current.sketches.is_finite()
         numbers = frozenset(current.sketches)
         if len(self._shared_sets) < SHARED_SETS:
             numbers = self._shared_sets.setdefault(numbers, numbers)
@@ -431,7 +429,7 @@ class Watcher:
             return None
         passes = self.history.window(record.number)
         passes += [] if self._current is None else [self._current]  # an optimizer that steps inside backward
-        passes = [each for each in passes if not each.sketches.keys().isdisjoint(leaves)]
+        passes = [each for each in passes if not {*leaves}.isdisjoint(each.sketches)]
         if all(each is None for each in gradients) and not any(each.cleared for each in passes):
             self.steps_without_gradients += 1
             return None
@@ -518,7 +516,10 @@ class Watcher:
         infinite = [each for each in update.passes if not each.is_finite]
         update.passes = [each for each in update.passes if each.is_finite and originals[each.number] is each]
         update.equations = make_equations(open_update)
-        record.last_sketches = dict(zip(open_update.leaves, open_update.sketches, strict=True))
+        record.last_sketches = SketchSet(self._pages)
+        for leaf, sketch in zip(open_update.leaves, open_update.sketches, strict=True):
+            if leaf not in record.last_sketches:
+                record.last_sketches.add(leaf, sketch)
         former, record.last_update = record.last_update, update
         self._on_update(update, former, infinite)
         self.optimizers.free_sketches()
@@ -583,7 +584,7 @@ def find_repetitions(update: Update) -> dict[int, BackwardPass]:
     for each in update.passes:
         original = None if each.repeats is None else originals.get(each.repeats)
         if original is not None and all(
-            torch.allclose(sketch, original.sketches[leaf]) for leaf, sketch in each.sketches.items()
+            torch.allclose(each.sketches[leaf], original.sketches[leaf]) for leaf in each.sketches
         ):
             text = "a loss goes through backward() twice, so its micro-batch counts 2 times"
             update.add_problem("double", text, each.line, 2.0)
@@ -603,9 +604,9 @@ def make_equations(open_update: OpenUpdate) -> Equations:
     """Put the sketches of an update into columns."""
     sketches, leaves = open_update.sketches, open_update.leaves
 
-    def column(known: dict[int, Tensor]) -> Tensor:
+    def column(known: SketchSet | None) -> Tensor:
         parts = [
-            known[leaf] if leaf in known else torch.zeros_like(sketch)
+            torch.zeros_like(sketch) if known is None or leaf not in known else known[leaf]
             for leaf, sketch in zip(leaves, sketches, strict=True)
         ]
         return torch.cat(parts).cpu()
