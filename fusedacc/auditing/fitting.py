@@ -1,6 +1,7 @@
 """Least squares: which weights of the backward passes give the gradient that the optimizer has used.
 
     used gradient = sum of weight_i * gradient of pass i + s * (gradient of the last update) + late passes
+                    + weight decay
 
 Each parameter has its rows, which are divided by its norm, so that all parameters count the same. The sum of
 the parameters' distances is minimised, not that of their squares, by iteratively reweighted least squares. So
@@ -21,6 +22,7 @@ from torch import Tensor
 from .records import Equations, Outlier, Update
 from .wording import NEGLIGIBLE, STANDARD_ERRORS
 
+#: Iterations at most. They end as soon as all parameters agree.
 ITERATIONS = 40
 #: Distance of a parameter, relative to its gradient, that always counts as agreement.
 AGREEMENT = 0.01
@@ -38,8 +40,7 @@ def fit_weights(update: Update, former: Update | None) -> None:
         former: the optimizer's last update. The passes that it has lost may arrive late. Its equations are
             dropped.
     """
-    with torch.device("cpu"):  # the script may have set another default device
-        _Fit(update, former).solve()
+    _Fit(update, former).solve()
     update.equations = None if update.equations is None else _only_passes(update.equations)
     if former is not None:
         former.equations = None
@@ -52,7 +53,7 @@ def _only_passes(equations: Equations) -> Equations:
 
 
 class _Fit:
-    """One fit. Matrices are float64 on the CPU."""
+    """One fit. Matrices are float64, and on the CPU even if the script has set another default device."""
 
     def __init__(self, update: Update, former: Update | None) -> None:
         assert update.equations is not None
@@ -79,7 +80,7 @@ class _Fit:
 
     def _norms(self, rows: Tensor) -> Tensor:
         """Return the norm of each parameter's rows."""
-        squares = torch.zeros(self.count, dtype=torch.float64)
+        squares = torch.zeros(self.count, dtype=torch.float64, device="cpu")
         return squares.index_add_(0, self.owners, rows.square()).sqrt()
 
     def _make_system(self) -> None:
@@ -91,14 +92,25 @@ class _Fit:
         extra = [equations.stale] if float(equations.stale.norm()) else []
         self.has_stale = bool(extra)
         extra += self._late_columns()
+        #: Columns whose weights are of interest.
+        self.num_judged = self.num_passes + len(extra)
+        if equations.decay is not None and float(equations.decay.norm()):
+            extra.append(equations.decay)
         self.columns = torch.stack([*(equations.passes * update.unit).T, *extra], 1)
         self.num_extra = len(extra)
-        self.prior = torch.tensor([1.0] * self.num_passes + [0.0] * len(extra), dtype=torch.float64)
+        self.prior = torch.tensor(
+            [1.0] * self.num_passes + [0.0] * len(extra), dtype=torch.float64, device="cpu"
+        )
         delivered = self._norms(self.columns[:, : self.num_passes].square().sum(1).sqrt())
         sizes = torch.maximum(self._norms(used), delivered)
         self.present = sizes > 0
         row_scale = torch.where(self.present, 1 / sizes.clamp(min=TINY), 0.0)[self.owners]
         self.matrix = self.columns * row_scale[:, None]
+        if self.num_judged < self.columns.shape[1]:
+            # A parameter with hardly any gradient would make this column so large that it hides the others.
+            size = self.matrix[:, -1].norm().clamp(min=TINY)
+            self.matrix[:, -1] /= size
+            self.columns[:, -1] /= size
         self.target = used * row_scale
         #: What the prior leaves open.
         self.residual = self.target - self.matrix @ self.prior
@@ -118,7 +130,7 @@ class _Fit:
         """Return the solution and its standard errors, for rows with this noise and a prior of 0 +- 1."""
         normal = matrix.T @ (matrix * weights[:, None])
         ridge = max(noise**2, 1e-13 * float(normal.diagonal().max()))
-        normal += ridge * torch.eye(matrix.shape[1], dtype=matrix.dtype)
+        normal += ridge * torch.eye(matrix.shape[1], dtype=matrix.dtype, device="cpu")
         errors = (torch.linalg.inv(normal).diagonal().clamp(min=0) * ridge).sqrt()
         return torch.linalg.solve(normal, matrix.T @ (target * weights)), errors
 
@@ -130,6 +142,8 @@ class _Fit:
             solution, _ = self._ridge(self.matrix, self.residual, trust[self.owners], LEAST_NOISE)
             distance = self._norms(self.residual - self.matrix @ solution)
             floor = max(float(distance[self.present].median()), LEAST_NOISE)
+            if float(distance[self.present].max()) < AGREEMENT / 10:
+                break
             trust = present * floor / distance.clamp(min=floor)
         self.distance = distance
         self.agree = self.present & (distance <= max(AGREEMENT, 10 * floor))
@@ -155,13 +169,15 @@ class _Fit:
         update.rest = self._rest(self.columns @ self.solution)
         clear = [
             float(value) if abs(value) > NEGLIGIBLE + STANDARD_ERRORS * error else 0.0
-            for value, error in zip(self.solution[count:], errors[count:], strict=True)
+            for value, error in zip(
+                self.solution[count : self.num_judged], errors[count : self.num_judged], strict=True
+            )
         ]
         update.stale_weight = clear.pop(0) if self.has_stale else 0.0
         update.late_weight = max(map(abs, clear), default=0.0)
-        counts = torch.tensor([each.loss.mean_count for each in update.passes])
-        factors = torch.tensor([each.loss.factor or 1.0 for each in update.passes])
-        for fair in (torch.ones(count), counts / factors):
+        counts = torch.tensor([each.loss.mean_count for each in update.passes], device="cpu")
+        factors = torch.tensor([each.loss.factor or 1.0 for each in update.passes], device="cpu")
+        for fair in (torch.ones_like(counts), counts / factors):
             total = self.columns[:, :count] @ fair.double()
             rows = self.rows
             times = float(total[rows] @ self.equations.used[rows] / total[rows].square().sum())
@@ -171,8 +187,12 @@ class _Fit:
         """Try equal weights for each parameter alone, as nearly equal gradients and many outliers need."""
         update = self.update
         even = self.matrix[:, : self.num_passes].sum(1)
-        products = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, even * self.target)
-        squares = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, even.square())
+        products = torch.zeros(self.count, dtype=torch.float64, device="cpu").index_add_(
+            0, self.owners, even * self.target
+        )
+        squares = torch.zeros(self.count, dtype=torch.float64, device="cpu").index_add_(
+            0, self.owners, even.square()
+        )
         ratios = products / squares.clamp(min=TINY)
         apart = float(self._norms(self.target - even * ratios[self.owners])[self.present].max())
         if apart >= max(1e-3, 2 * self.eps):
@@ -196,7 +216,7 @@ class _Fit:
         ratio = float(fitted @ target / fitted.square().sum().clamp(min=TINY))
         if float((target - ratio * fitted).norm()) < max(0.1 * distance, 1e-3):
             return Outlier(parameter, ratio)
-        ones = torch.ones(num_rows, dtype=matrix.dtype)
+        ones = torch.ones(num_rows, dtype=matrix.dtype, device="cpu")
         change, _ = self._ridge(matrix, self.residual[mine], ones, 1e-7)
         is_explained = float((self.residual[mine] - matrix @ change).norm()) < 0.1 * distance
         if is_explained and num_rows >= len(change) + 4:
@@ -219,7 +239,11 @@ class _Fit:
         extra = [1.0] * self.num_extra
         left = [
             float(
-                (target - matrix @ (self.solution * torch.tensor([*each, *extra], dtype=matrix.dtype))).norm()
+                (
+                    target
+                    - matrix
+                    @ (self.solution * torch.tensor([*each, *extra], dtype=matrix.dtype, device="cpu"))
+                ).norm()
             )
             for each in tries
         ]

@@ -151,7 +151,7 @@ class RankFiles:
                     history.add_note(note)
         for path in paths:
             path.unlink(missing_ok=True)
-        if paths:
+        if paths and self._folder is None:
             with contextlib.suppress(OSError):  # another rank's file is still there
                 paths[0].parent.rmdir()
         return passes, names

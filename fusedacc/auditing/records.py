@@ -113,12 +113,15 @@ class Equations:
         used: float64 [rows]: sketches of the gradients that the optimizer has used.
         stale: float64 [rows]: the same of the last update.
         owners: int64 [rows].
+        decay: float64 [rows]: sketches of the parameters, if other code may have added weight decay to
+            gradients.
     """
 
     passes: Tensor
     used: Tensor
     stale: Tensor
     owners: Tensor
+    decay: Tensor | None = None
 
 
 @dataclass(eq=False)

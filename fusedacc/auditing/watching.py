@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import statistics
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from ..kernels import torch_private
 from .call_sites import call_site
 from .frameworks import FrameworkOptimizers
 from .guard import CannotAuditError, guarded
-from .leaves import Leaves, is_distributed, local_part
+from .leaves import GradState, Leaves, grad_state, is_distributed, local_part
 from .loss import Loss, Node, read_loss
 from .optimizers import OptimizerRecord, Optimizers, parameters_of
 from .records import BackwardPass, Equations, History, Update
@@ -61,6 +62,7 @@ class OpenUpdate:
         leaves: numbers of the leaves whose gradients they get.
         sketches: of the gradients that the optimizer uses.
         unclip: by parameter: the factor that undoes what torch's clipping has shrunk alone.
+        decay: sketches of the parameters, if other code has changed gradients, maybe by weight decay.
         is_outer: whether the optimizer has called another one, which has made the update.
     """
 
@@ -70,6 +72,7 @@ class OpenUpdate:
     leaves: list[int]
     sketches: list[Tensor]
     unclip: list[float]
+    decay: list[Tensor] = field(default_factory=list)
     is_outer: bool = False
 
 
@@ -118,6 +121,8 @@ class Watcher:
         self._versions = 0
         #: The loss scale of a GradScaler.
         self._scale: Any = 1.0
+        #: By a parameter's id: the sketch of p.grad before clip_grad_value_, and the state of p.grad after it.
+        self._unclipped: dict[int, tuple[Tensor, GradState]] = {}
         self._frameworks = FrameworkOptimizers(self._wrap, self.record_update, self.finish_update)
 
     # Beginning and end
@@ -139,6 +144,9 @@ class Watcher:
         # clip_grad_norm_ calls the first by its private name.
         self._wrap(nn.utils.clip_grad, torch_private.CLIP_GRADS_WITH_NORM, self._clip)
         self._wrap(nn.utils, "clip_grads_with_norm_", self._clip)
+        for module in (nn.utils, nn.utils.clip_grad):
+            self._wrap(module, "clip_grad_value_", self._clip_values)
+        self._note_existing_optimizers()
 
     def stop_watching(self) -> None:
         """Put everything back, and remove all hooks."""
@@ -266,6 +274,7 @@ class Watcher:
         current.leaves = self._shared_sets.get(numbers, numbers)
         leaves = self._leaves.find_all(numbers)
         self._leaves.forget_clip_factors(leaves)
+        self._unclipped.clear()
         self._versions = self.optimizers.versions()
         if current.how == "backward":
             self._leaves.remember(leaves)
@@ -277,6 +286,13 @@ class Watcher:
     def _init_optimizer(self, call: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         call(optimizer, *args, **kwargs)
         self._note_parameters(optimizer)
+
+    @guarded
+    def _note_existing_optimizers(self) -> None:
+        """Note the parameters of the optimizers that exist when the audit begins."""
+        for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
+            if hasattr(each, "param_groups"):
+                self._note_parameters(each)
 
     @guarded
     def _note_parameters(self, optimizer: Any) -> None:
@@ -344,6 +360,33 @@ class Watcher:
             self.history.passes[-1].clipped = call_site().line
         # A gradient that other code had changed before still counts as changed.
         self._leaves.remember(param for param in params if id(param) not in changed)
+
+    def _clip_values(self, call: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sketch gradients before torch clips their elements, because afterwards they are no sum."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before = self._sketch_gradients(params)
+        result = call(params, *args, **kwargs)
+        self._note_values_clipped(params, before or {})
+        return result
+
+    @guarded
+    def _sketch_gradients(self, params: list[Tensor]) -> dict[int, Tensor]:
+        gradients = [(param, param.grad) for param in params]
+        return {
+            id(param): self._sketch(gradient, param.shape)
+            for param, gradient in gradients
+            if gradient is not None and not is_distributed(gradient)
+        }
+
+    @guarded
+    def _note_values_clipped(self, params: list[Tensor], before: dict[int, Tensor]) -> None:
+        changed = self._leaves.changed(params)
+        for param in params:
+            if id(param) in before and param.grad is not None:
+                self._unclipped[id(param)] = before[id(param)], grad_state(param.grad)
+        if changed:
+            self.history.add_note("clip_grad_value_ clips elements; the weights are those before it")
+        self._leaves.remember(params)
 
     def _scaler_scale(self, call: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         result = call(scaler, outputs)
@@ -441,6 +484,8 @@ class Watcher:
             open_update.sketches.append(sketch if scale is None else sketch / float(scale))
         update.is_touched |= scale is not None
         self._note_clipping(open_update)
+        if update.is_touched and not update.is_sharded:
+            open_update.decay = [self._sketch(param, param.shape) for param in params]
         return open_update
 
     def _visible(
@@ -468,6 +513,9 @@ class Watcher:
             return self._sketch(local_part(gradient), gradient.shape, first_row(gradient))
         update.dtype = gradient.dtype
         update.is_touched |= self._leaves.is_changed(param, gradient)
+        unclipped, state = self._unclipped.get(id(param), (None, None))
+        if unclipped is not None and state == grad_state(gradient):
+            return unclipped
         return self._sketch(gradient, param.shape)
 
     def _note_clipping(self, open_update: OpenUpdate) -> None:
@@ -615,4 +663,5 @@ def make_equations(open_update: OpenUpdate) -> Equations:
     columns = [column(each.sketches) for each in open_update.update.passes]
     passes = torch.stack(columns, 1) if columns else used.new_zeros(len(used), 0)
     owners = torch.repeat_interleave(torch.tensor([len(sketch) for sketch in sketches], device="cpu"))
-    return Equations(passes, used, column(open_update.record.last_sketches), owners)
+    decay = torch.cat(open_update.decay).cpu() if open_update.decay else None
+    return Equations(passes, used, column(open_update.record.last_sketches), owners, decay)
