@@ -10,8 +10,8 @@ import sys
 import types
 from collections.abc import Sequence
 
-#: Frames of these files are no part of a script's traceback.
-_RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")
+#: Frames of these files at the beginning are no part of a script's traceback.
+_RUNNERS = (os.path.dirname(os.path.dirname(__file__)), runpy.__file__, "<frozen runpy>")
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
@@ -46,4 +46,4 @@ def print_failure(error: BaseException) -> None:
 
 
 def _is_runner(traceback: types.TracebackType) -> bool:
-    return inspect.getfile(traceback.tb_frame) in _RUNNERS
+    return inspect.getfile(traceback.tb_frame).startswith(_RUNNERS)

@@ -121,7 +121,7 @@ class Watcher:
         self._versions = 0
         #: The loss scale of a GradScaler.
         self._scale: Any = 1.0
-        #: By a parameter's id: the sketch of p.grad before clip_grad_value_, and the state of p.grad after it.
+        #: By a parameter's id: sketch of p.grad before clip_grad_value_, and state of p.grad after it.
         self._unclipped: dict[int, tuple[Tensor, GradState]] = {}
         self._frameworks = FrameworkOptimizers(self._wrap, self.record_update, self.finish_update)
 
