@@ -89,7 +89,7 @@ def test_a_failure_of_the_script_is_shown_before_the_report(folder):
     assert done.returncode == 2
     traceback, report = done.stderr.split("ValueError: broken\n")
     assert traceback.count("File ") == 1
-    assert 'train.py", line 17' in traceback
+    assert 'train.py", line 15' in traceback
     assert "No problem found." in report
 
 
