@@ -1,4 +1,4 @@
-"""Trainings with the frameworks' own accumulation, and with ours inside them. A name with "bad_" has a problem.
+"""Trainings with the frameworks' own accumulation, and ours inside them. One with "bad_" has a problem.
 
 They are the trainings of case_*.py. `CASES` has all: functions without arguments, by their names.
 """
