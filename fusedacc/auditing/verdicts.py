@@ -223,9 +223,9 @@ def _judge_group(
     clipped = _clipped_at(update)
     if losses[0].kind == "mean" and not differ(values, errors):
         usual = _usual_size(passes[0].place, expectations.sizes)
-        if set(counts[:-1]) == {usual} and counts[-1] < usual:
+        if _is_only_last_smaller(passes, usual):
             update.notes.append(
-                f"a last micro-batch of {counts[-1]:g} samples counts as much as those of {usual:g}"
+                f"a last micro-batch of {min(counts):g} samples counts as much as those of {usual:g}"
             )
             return
         text = (
@@ -258,6 +258,14 @@ def _judge_group(
 
 def _usual_size(place: int, sizes: Counter[tuple[int, float]]) -> float:
     return max((key for key in sizes if key[0] == place), key=sizes.__getitem__)[1]
+
+
+def _is_only_last_smaller(passes: list[BackwardPass], usual: float) -> bool:
+    """Return whether all losses have the usual size but the last of a rank, as at the end of a data set."""
+    counts: dict[int, list[float]] = {}
+    for each in passes:
+        counts.setdefault(each.rank, []).append(each.loss.mean_count)
+    return all({*of_rank[:-1]} <= {usual} and of_rank[-1] <= usual for of_rank in counts.values())
 
 
 # Parameters

@@ -60,6 +60,13 @@ def right_ddp_k1():
 
 
 @case
+def right_ddp_ragged_last_batch():
+    """The last micro-batch of each rank's data is smaller, as with drop_last=False."""
+    model = DDP(mlp())
+    loop(model, adam(model), [*batches(11), *batches(1, size=12)])
+
+
+@case
 def bad_ddp_no_sync_left_on():
     model = DDP(mlp())
     loop(model, adam(model), batches(), lambda i: False)
