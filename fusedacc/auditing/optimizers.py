@@ -26,6 +26,7 @@ class OptimizerRecord:
         reference: the optimizer.
         number: stands for it; ids are used again.
         owned: its parameters, by the number of the leaf whose gradients they get.
+        owned_mask: the bits of these numbers.
         last_sketches: the gradients it used last, by the leaf's number.
         last_update: its last update.
         names, shapes: of its parameters.
@@ -35,6 +36,7 @@ class OptimizerRecord:
     reference: weakref.ref[Any]
     number: int
     owned: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    owned_mask: int = 0
     last_sketches: SketchSet | None = None
     last_update: Update | None = None
     names: list[str] = field(default_factory=list)
@@ -108,8 +110,7 @@ class Optimizers:
         starts, size = self._history.window_starts, 0
         for each in reversed(holding):
             is_needed = any(
-                each.number >= starts[record.number] and not each.leaves.isdisjoint(record.owned)
-                for record in self
+                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in self
             )
             size += len(each.sketches)
             if is_needed and size < WAITING_SKETCHES:

@@ -73,7 +73,7 @@ class RankFiles:
         number, update.optimizer = update.optimizer, place
         leaves = [each.leaves for each in update.passes]
         for each in update.passes:
-            each.rank, each.leaves = history.rank, frozenset()
+            each.rank, each.leaves = history.rank, 0
         equations = update.equations
         if equations is not None:
             update.equations = Equations(
@@ -92,7 +92,7 @@ class RankFiles:
         """Finish this rank's file."""
         passes = self._unused + [each for each in history.passes if not each.is_counted]
         for each in passes:
-            each.rank, each.leaves = history.rank, frozenset()
+            each.rank, each.leaves = history.rank, 0
             each.scale = float(each.scale)
         with self._open(history.rank) as file:
             pickle.dump(SentEnd(passes, list(history.notes)), file)

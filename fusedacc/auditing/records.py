@@ -36,7 +36,7 @@ class BackwardPass:
         evaluating: optimizers whose model was in evaluation mode.
         dtype: the gradients' least precise dtype.
         rank: the rank that ran it.
-        leaves: the leaves that got a gradient.
+        leaves: the bits of the leaves that got a gradient.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
         cleared: the line that cleared gradients after this pass.
@@ -59,7 +59,7 @@ class BackwardPass:
     evaluating: frozenset[int] = frozenset()
     dtype: torch.dtype = torch.float64
     rank: int = 0
-    leaves: frozenset[int] = frozenset()
+    leaves: int = 0
     is_finite: bool = True
     scale: Any = 1.0
     cleared: str = ""
@@ -199,7 +199,7 @@ class History:
         window_starts: by optimizer: number of the first pass of its window.
         update_counts: by optimizer: number of its updates.
         optimizers: by optimizer: its place in the report, and its class's name.
-        owned_by_any: leaves that any optimizer has ever had.
+        owned_by_any: the bits of the leaves that any optimizer has ever had.
         rank: of this process.
         num_ranks: ranks whose micro-batches are put together.
         notes: notes of the report, without repetitions.
@@ -213,7 +213,7 @@ class History:
         self.window_starts: Counter[int] = Counter()
         self.update_counts: Counter[int] = Counter()
         self.optimizers: dict[int, tuple[int, str]] = {}
-        self.owned_by_any: set[int] = set()
+        self.owned_by_any = 0
         self.rank = 0
         self.num_ranks = 1
         self.notes: dict[str, None] = {}

@@ -152,7 +152,7 @@ class Audit(AbstractContextManager["Audit"]):
         self._watcher.stop_watching()
         _running = None if _running is self else _running
         history = self._history
-        history.passes = [each for each in history.passes if not history.owned_by_any.isdisjoint(each.leaves)]
+        history.passes = [each for each in history.passes if history.owned_by_any & each.leaves]
         try:
             if history.num_ranks > 1:
                 self._rank_files.finish(history)

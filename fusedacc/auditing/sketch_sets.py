@@ -1,8 +1,12 @@
-"""Sets of sketches, in pages that are used again."""
+"""Sets of sketches, in pages that are used again.
+
+A leaf's number gives its row: all sets keep a leaf in the same row of the same page. So a set is a few pages
+and one integer whose bits say which rows are filled, and nothing of it lies in the heap (see memory.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,16 +18,25 @@ from .sketches import NUMBERS
 SKETCHES_IN_PAGE = 64
 
 
+def mask_of(numbers: Iterable[int]) -> int:
+    """Return an integer with these bits."""
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask
+
+
 class SketchPages:
-    """Pages of a device that are free."""
+    """Free pages, and what all sets know of a leaf: its device, and how many numbers its sketch has."""
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Tensor]] = {}
+        self.lengths: dict[int, tuple[torch.device, int]] = {}
 
     def take(self, device: torch.device) -> Tensor:
-        """Return a page: float64 [SKETCHES_IN_PAGE, NUMBERS]."""
+        """Return a page of zeros: float64 [SKETCHES_IN_PAGE, NUMBERS]."""
         free = self._free.setdefault(device, [])
-        return free.pop() if free else allocate((SKETCHES_IN_PAGE, NUMBERS), device)
+        return free.pop().zero_() if free else allocate((SKETCHES_IN_PAGE, NUMBERS), device)
 
     def give_back(self, page: Tensor) -> None:
         """Return a page that nothing uses any more."""
@@ -34,56 +47,54 @@ class SketchSet:
     """Sketches by the number of a leaf.
 
     Args:
-        pages: where its memory is from. It goes back there when the set is emptied or freed.
+        source: where its pages are from. They go back there when the set is cleared or freed.
+
+    Attributes:
+        mask: an integer with the bits of the leaves' numbers.
     """
 
-    def __init__(self, pages: SketchPages) -> None:
-        self._source = pages
-        self._pages: list[Tensor] = []
-        #: By device: the page that is filled, and how many sketches are in it.
-        self._filling: dict[torch.device, tuple[Tensor, int]] = {}
-        #: By the leaf's number: page, row, and numbers in the sketch.
-        self._places: dict[int, tuple[Tensor, int, int]] = {}
+    def __init__(self, source: SketchPages) -> None:
+        self._source = source
+        self._pages: dict[tuple[torch.device, int], Tensor] = {}
+        self.mask = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return self.mask.bit_count()
 
-    def __contains__(self, number: object) -> bool:
-        return number in self._places
+    def __contains__(self, number: int) -> bool:
+        return bool(self.mask >> number & 1)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._places)
+        mask = self.mask
+        while mask:
+            lowest = mask & -mask
+            yield lowest.bit_length() - 1
+            mask ^= lowest
 
     def __getitem__(self, number: int) -> Tensor:
         """Return a view of a sketch."""
-        page, row, length = self._places[number]
-        return page[row, :length]
+        device, length = self._source.lengths[number]
+        index, row = divmod(number, SKETCHES_IN_PAGE)
+        return self._pages[device, index][row, :length]
 
     def add(self, number: int, sketch: Tensor) -> None:
-        """Add a sketch to the one of this number, or copy it."""
-        if number in self._places:
-            self[number].add_(sketch)
-            return
-        device = sketch.device
-        page, row = self._filling.get(device, (None, SKETCHES_IN_PAGE))
-        if page is None or row == SKETCHES_IN_PAGE:
-            page, row = self._source.take(device), 0
-            self._pages.append(page)
-        self._filling[device] = page, row + 1
-        self._places[number] = page, row, len(sketch)
-        self[number].copy_(sketch)
-        page[row, len(sketch) :] = 0  # the row may have been used before
+        """Add a sketch to the one of this number; without one, keep a copy."""
+        key = sketch.device, number // SKETCHES_IN_PAGE
+        if key not in self._pages:
+            self._pages[key] = self._source.take(sketch.device)
+        self._source.lengths[number] = sketch.device, sketch.shape[0]
+        self.mask |= 1 << number
+        self[number].add_(sketch)
 
     def is_finite(self) -> bool:
         """Return whether no sketch has an inf or nan."""
-        filled = {id(page): rows for page, rows in self._filling.values()}
-        return all(bool(page[: filled.get(id(page))].isfinite().all()) for page in self._pages)
+        return all(bool(page.isfinite().all()) for page in self._pages.values())
 
     def clear(self) -> None:
         """Forget all sketches."""
-        for page in self._pages:
+        for page in self._pages.values():
             self._source.give_back(page)
-        self._pages, self._filling, self._places = [], {}, {}
+        self._pages, self.mask = {}, 0
 
     def __del__(self) -> None:
         self.clear()

@@ -24,12 +24,14 @@ CPU_CHUNK, DEVICE_CHUNK = 2**17, 2**20
 
 
 class SketchMap:
-    """Maps gradients to sketches. All processes use the same signs, so sketches of different ranks add up."""
+    """Maps gradients to sketches. All processes use the same signs, so that shards of all ranks add up."""
 
     def __init__(self) -> None:
         self._signs: dict[tuple[int, int, torch.device], Tensor] = {}
-        #: One float64 buffer for each device. New memory for each chunk would fragment the heap.
-        self._buffers: dict[torch.device, Tensor] = {}
+        #: By device: memory for a chunk in float64, and for its product with one side. New memory in each
+        #: call would fragment the heap.
+        self._chunks: dict[torch.device, Tensor] = {}
+        self._products: dict[torch.device, Tensor] = {}
 
     def sketch(self, gradient: Tensor, shape: torch.Size, first_row: int = 0) -> Tensor:
         """Return the sketch of a gradient, or of a shard of one.
@@ -51,28 +53,23 @@ class SketchMap:
         rows, columns = math.prod(dims[:split]), math.prod(dims[split:])
         left = self._random_signs(rows, COLUMNS if columns > 1 else NUMBERS, gradient.device)
         left = left[first_row * math.prod(dims[1:split]) :]
-        result = left.new_zeros(left.shape[1], columns)
+        size = left.shape[1] * columns
+        product = _reserve(self._products, size, gradient.device).view(left.shape[1], columns).zero_()
         if gradient.numel():
-            self._add_product(result, left, gradient.reshape(-1, columns))
-        return (result @ self._random_signs(columns, COLUMNS, gradient.device)).flatten()
+            self._add_product(product, left, gradient.reshape(-1, columns))
+        return (product @ self._random_signs(columns, COLUMNS, gradient.device)).flatten()
 
     def _add_product(self, result: Tensor, left: Tensor, matrix: Tensor) -> None:
         """Add left' matrix to `result`, by chunks of rows."""
         columns = matrix.shape[1]
         limit = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
         rows = max(1, limit // columns)
-        buffer = self._buffer(min(rows, len(matrix)) * columns, matrix.device)
+        buffer = _reserve(self._chunks, min(rows, len(matrix)) * columns, matrix.device)
         for start in range(0, len(matrix), rows):
             chunk = matrix[start : start + rows]
             copy = buffer[: chunk.numel()].view(chunk.shape)
             copy.copy_(chunk)
             result.addmm_(left[start : start + len(chunk)].T, copy)
-
-    def _buffer(self, numel: int, device: torch.device) -> Tensor:
-        buffer = self._buffers.get(device)
-        if buffer is None or len(buffer) < numel:
-            buffer = self._buffers[device] = allocate((numel,), device)
-        return buffer
 
     def _random_signs(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """Return +-1/sqrt(columns), or the identity if that has no more columns. Cached."""
@@ -89,6 +86,14 @@ class SketchMap:
                 signs = bits.double().mul_(2).sub_(1).div_(math.sqrt(columns))
             self._signs[key] = allocate(tuple(signs.shape), device).copy_(signs)
         return self._signs[key]
+
+
+def _reserve(buffers: dict[torch.device, Tensor], numel: int, device: torch.device) -> Tensor:
+    """Return float64 memory of this size from a buffer, which is made larger if it has to."""
+    buffer = buffers.get(device)
+    if buffer is None or buffer.shape[0] < numel:
+        buffer = buffers[device] = allocate((numel,), device)
+    return buffer[:numel]
 
 
 def _square_split(dims: tuple[int, ...]) -> int:

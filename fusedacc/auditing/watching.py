@@ -38,7 +38,7 @@ from .loss import Loss, Node, read_loss
 from .optimizers import OptimizerRecord, Optimizers, parameters_of
 from .records import BackwardPass, Equations, History, Update
 from .shards import find_unsharded, first_row
-from .sketch_sets import SketchPages, SketchSet
+from .sketch_sets import SketchPages, SketchSet, mask_of
 from .sketches import SketchMap
 from .wording import format_names
 
@@ -47,8 +47,6 @@ from .wording import format_names
 METADATA_KEY = "fusedacc.audit"
 #: The name of autograd's nodes of leaves.
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-#: So many different sets of leaves are shared between passes.
-SHARED_SETS = 256
 
 
 @dataclass(eq=False)
@@ -116,7 +114,8 @@ class Watcher:
         self._current: BackwardPass | None = None
         self._undo: list[Callable[[], None]] = []
         self._open_steps: list[OpenStep] = []
-        self._shared_sets: dict[frozenset[int], frozenset[int]] = {}
+        #: Names of the nodes at which the search for a loss's reduction has ended.
+        self._names_of_ends: set[str] = set()
         #: `Optimizers.versions()` after the last pass.
         self._versions = 0
         #: The loss scale of a GradScaler.
@@ -217,6 +216,7 @@ class Watcher:
         current.repeats = own
         if end is not None:
             end.metadata[METADATA_KEY] = number
+            self._names_of_ends.add(end.name())
         self._current = current
         self._frameworks.wrap_imported()
 
@@ -234,9 +234,11 @@ class Watcher:
                 continue
             seen.add(node)
             waiting += [each for each, _ in node.next_functions]
-            if METADATA_KEY in node.metadata:
+            name = node.name()
+            # Reading `metadata` allocates it, in every node of the graph. That would fragment the heap.
+            if name in self._names_of_ends and METADATA_KEY in node.metadata:
                 earlier.append(node.metadata[METADATA_KEY])
-            if node.name() == ACCUMULATE_GRAD:
+            if name == ACCUMULATE_GRAD:
                 if isinstance(node.variable, nn.Parameter):
                     self._leaves.watch(node.variable)
                 elif not self._leaves.is_watched(node.variable):
@@ -268,11 +270,8 @@ class Watcher:
         if current is None or not current.sketches:
             return
         current.is_finite = current.sketches.is_finite()
-        numbers = frozenset(current.sketches)
-        if len(self._shared_sets) < SHARED_SETS:
-            numbers = self._shared_sets.setdefault(numbers, numbers)
-        current.leaves = self._shared_sets.get(numbers, numbers)
-        leaves = self._leaves.find_all(numbers)
+        current.leaves = current.sketches.mask
+        leaves = self._leaves.find_all(current.sketches)
         self._leaves.forget_clip_factors(leaves)
         self._unclipped.clear()
         self._versions = self.optimizers.versions()
@@ -304,7 +303,8 @@ class Watcher:
         """Note that an optimizer has a parameter. Return the number of the leaf whose gradients it gets."""
         number = self._leaves.number_of_gradient(param)
         record.owned.setdefault(number, weakref.ref(param))
-        self.history.owned_by_any.add(number)
+        record.owned_mask |= 1 << number
+        self.history.owned_by_any |= 1 << number
         return number
 
     def _zero_grad(self, call: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> None:
@@ -472,7 +472,8 @@ class Watcher:
             return None
         passes = self.history.window(record.number)
         passes += [] if self._current is None else [self._current]  # an optimizer that steps inside backward
-        passes = [each for each in passes if not {*leaves}.isdisjoint(each.sketches)]
+        mask = mask_of(leaves)
+        passes = [each for each in passes if each.sketches.mask & mask]
         if all(each is None for each in gradients) and not any(each.cleared for each in passes):
             self.steps_without_gradients += 1
             return None
@@ -607,7 +608,9 @@ class Watcher:
             ]
             if equal:
                 free = [leaf for leaf in free if leaf is not equal[0]]
-                record.owned.pop(self._leaves.let_stand_for(param, equal[0]), None)
+                number = self._leaves.let_stand_for(param, equal[0])
+                record.owned.pop(number, None)
+                record.owned_mask &= ~(1 << number)
 
 
 def used_gradients(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor | None]:

@@ -136,8 +136,11 @@ def test_pages_of_sketches_are_used_again():
     assert sketches.is_finite()
     sketches.add(200, torch.tensor([float("inf")]))
     assert not sketches.is_finite()
+    assert 200 in sketches
+    assert 150 not in sketches
     sketches.clear()
     again = SketchSet(pages)
     for number in range(128):
         again.add(number, torch.ones(9))
     assert again.is_finite()
+    assert list(again) == list(range(128))
