@@ -67,6 +67,11 @@ class _Fit:
     def solve(self) -> None:
         update, passes, used = self.update, self.equations.passes, self.equations.used
         update.weights, update.errors = [0.0] * self.num_passes, [0.0] * self.num_passes
+        if not bool(used.isfinite().all()):
+            update.notes.append(
+                "the optimizer used gradients with an inf or nan: those updates were not checked"
+            )
+            return
         if not self.num_passes or not float(used.norm()) or not float(passes.norm()):
             update.rest = 0.0 if self.num_passes and float(passes.norm()) else 1.0
             return

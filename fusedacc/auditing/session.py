@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -52,6 +53,9 @@ class Audit(AbstractContextManager["Audit"]):
         folder: str | None = None,
     ) -> None:
         _check(model, updates, steps, scale, ignore)
+        folder_of_json = os.path.dirname(os.path.abspath(json_file or ""))
+        if not os.path.isdir(folder_of_json):
+            raise ValueError(f"there is no folder {folder_of_json} to write the JSON to: create it first")
         self.status: int | None = None
         self.text = ""
         self.problems: list[Problem] = []
@@ -90,6 +94,7 @@ class Audit(AbstractContextManager["Audit"]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+        self._watcher.remove_step_hooks()
 
     def check(self) -> None:
         """Raise if there is a problem. Call it after the `with` block, for example in a test.

@@ -49,6 +49,8 @@ class SketchMap:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         dims = tuple(shape) or (1,)
+        if gradient.is_complex():
+            gradient, dims = torch.view_as_real(gradient.resolve_conj()), (*dims, 2)
         split = _square_split(dims)
         rows, columns = math.prod(dims[:split]), math.prod(dims[split:])
         left = self._random_signs(rows, COLUMNS if columns > 1 else NUMBERS, gradient.device)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels import torch_private
 from .call_sites import call_site
@@ -113,6 +114,7 @@ class Watcher:
         self._pages = SketchPages()
         self._current: BackwardPass | None = None
         self._undo: list[Callable[[], None]] = []
+        self._step_hooks: list[RemovableHandle] = []
         self._open_steps: list[OpenStep] = []
         #: Names of the nodes at which the search for a loss's reduction has ended.
         self._names_of_ends: set[str] = set()
@@ -128,9 +130,9 @@ class Watcher:
 
     def start(self) -> None:
         """Wrap torch's functions, and register the hooks of all optimizers."""
-        self._undo = [
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._after_step).remove,
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self._wrap(torch.autograd, "backward", functools.partial(self._run_backward, "backward"))
         self._wrap(torch.autograd, "grad", functools.partial(self._run_backward, "grad"))
@@ -148,11 +150,16 @@ class Watcher:
         self._note_existing_optimizers()
 
     def stop_watching(self) -> None:
-        """Put everything back, and remove all hooks."""
+        """Put everything back, and remove all hooks but those of `step()`, which may be running."""
         self.is_closed = True
         while self._undo:
             self._undo.pop()()
         self._leaves.remove_hooks()
+
+    def remove_step_hooks(self) -> None:
+        """Remove the hooks of `step()`. Not from inside of them: torch iterates over all such hooks."""
+        for handle in self._step_hooks:
+            handle.remove()
 
     def stop(self, reason: str) -> None:
         """End because of something that the audit cannot look at, or of its own failure."""
@@ -430,6 +437,8 @@ class Watcher:
     # Updates
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_closed:
+            return None
         step = OpenStep(optimizer)
         self._open_steps = [each for each in self._open_steps if each.optimizer is not optimizer] + [step]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

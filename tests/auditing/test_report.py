@@ -259,3 +259,45 @@ def test_two_audits_at_once_are_refused():
             fusedacc.audit().__enter__()
         with pytest.raises(RuntimeError, match="an audit is already running"), fusedacc.audit():
             pass
+
+
+def test_an_update_with_nan_is_not_checked():
+    model = mlp()
+
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for i, (x, y) in enumerate(data(12)):
+            factor = float("nan") if i == 5 else 1.0
+            (factor * F.cross_entropy(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    report = audited(train)
+    assert report.status == 0, report.text
+    assert report.as_json()["checked"] == 1  # then the parameters are nan
+    note = "the optimizer used gradients with an inf or nan: those updates were not checked"
+    assert note in report.notes
+
+
+def test_complex_parameters():
+    weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+
+    def train(lose):
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        for i in range(12):
+            x = torch.randn(3, 6, dtype=torch.complex64)
+            ((x @ weight).abs().square().mean() / K).backward()
+            if lose and i % K == 0:
+                optimizer.zero_grad()
+            if (i + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert audited(lambda: train(False)).status == 0
+    assert factors(audited(lambda: train(True))) == {"lost": 0.75}
+
+
+def test_json_in_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no folder .*missing to write the JSON to"):
+        fusedacc.audit(json_file=str(tmp_path / "missing" / "report.json"))

@@ -12,7 +12,7 @@ import torch
 from auditing_cases import audited
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fusedacc
 from fusedacc.auditing import session
@@ -144,3 +144,14 @@ def test_pages_of_sketches_are_used_again():
         again.add(number, torch.ones(9))
     assert again.is_finite()
     assert list(again) == list(range(128))
+
+
+def test_other_hooks_of_steps_run_when_the_audit_ends_inside_a_step():
+    calls = []
+    with fusedacc.audit(updates=2, output=io.StringIO()) as report:
+        handle = register_optimizer_step_post_hook(lambda *_: calls.append(report.status))
+        try:
+            plain_loops.CASES["right"]()
+        finally:
+            handle.remove()
+    assert calls == [None, 0, 0, 0, 0, 0]
