@@ -626,12 +626,19 @@ def used_gradients(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor | No
     """Return the gradients that an optimizer uses.
 
     torch's own optimizers use p.grad. Others may use `main_grad`, in which Megatron-Core and Primus add the
-    gradients of all micro-batches, and leave p.grad empty.
+    gradients of all micro-batches.
     """
     step = getattr(type(optimizer), "step", None)
-    if getattr(step, "__module__", "").startswith("torch."):
-        return [param.grad for param in params]
-    return [getattr(param, "main_grad", None) if param.grad is None else param.grad for param in params]
+    is_of_torch = getattr(step, "__module__", "").startswith("torch.")
+    return [param.grad if is_of_torch else _main_grad(param) for param in params]
+
+
+def _main_grad(param: Tensor) -> Tensor | None:
+    """Return `main_grad` if there is one and other code has added to it, else p.grad."""
+    main_grad = getattr(param, "main_grad", None)
+    if isinstance(main_grad, Tensor) and (param.grad is None or bool(main_grad.any())):
+        return main_grad
+    return param.grad
 
 
 def find_repetitions(update: Update) -> dict[int, BackwardPass]:

@@ -136,8 +136,13 @@ def test_micro_batches_after_the_last_update_are_a_note():
     assert "2 micro-batches after the last update reached no update" in report.notes
 
 
-def main_grad_loop(lose):
-    """Train as Megatron-Core does: gradients are added to float32 main_grad, which the optimizer uses."""
+def main_grad_loop(lose=False, keep=False):
+    """Train as Megatron-Core does: gradients are added to float32 main_grad, which the optimizer uses.
+
+    Args:
+        lose: clear main_grad after the first micro-batch of a window.
+        keep: leave the last gradient in p.grad, which nothing uses.
+    """
     model = mlp(torch.bfloat16)
     optimizer = MainGradSGD(model.parameters(), lr=0.05)
     for param in model.parameters():
@@ -145,7 +150,7 @@ def main_grad_loop(lose):
 
     def add(param):
         param.main_grad += param.grad.float()
-        param.grad = None
+        param.grad = param.grad.clone() * 0 if keep else None
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(add)
@@ -175,8 +180,9 @@ class MainGradSGD(torch.optim.Optimizer):
 
 
 def test_main_grad_is_read_at_the_update():
-    report = audited(lambda: main_grad_loop(lose=False))
-    assert (report.status, report.as_json()["checked"]) == (0, 6), report.text
+    for keep in (False, True):
+        report = audited(lambda: main_grad_loop(keep=keep))  # noqa: B023 (it is called at once)
+        assert (report.status, report.as_json()["checked"]) == (0, 6), report.text
     report = audited(lambda: main_grad_loop(lose=True))
     assert factors(report) == {"lost": 0.75}, report.text
 
