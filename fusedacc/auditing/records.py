@@ -32,6 +32,7 @@ class BackwardPass:
         sketches: of its gradients, by the leaf's number, until no optimizer can use the pass any more.
         repeats: number of an earlier pass of the same loss.
         contains: numbers of earlier passes whose losses are part of this one.
+        keeps_graph: whether `retain_graph=True` was given: another loss of the same micro-batch may follow.
         has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
         evaluating: optimizers whose model was in evaluation mode.
         dtype: the gradients' least precise dtype.
@@ -55,6 +56,7 @@ class BackwardPass:
     sketches: SketchSet
     repeats: int | None = None
     contains: tuple[int, ...] = ()
+    keeps_graph: bool = False
     has_other_inputs: bool = False
     evaluating: frozenset[int] = frozenset()
     dtype: torch.dtype = torch.float64

@@ -128,6 +128,8 @@ class _Sum:
         tolerance = SUM_TOLERANCE if self.kind == "sum" else TOLERANCE
         if abs(self.total - self.target) <= tolerance * self.target:
             return None
+        if is_close(self.total, self.target * self._losses_per_micro_batch()):
+            return None
         if self.is_touched and len(self.others.full) > 1 and not are_steady(self.others.full):
             # The script clips by its own code, for example. Then a sum may be 1/k by chance.
             return self._loss_scale()
@@ -139,6 +141,14 @@ class _Sum:
             or self._multiple()
             or self._unlike_others()
         )
+
+    def _losses_per_micro_batch(self) -> float:
+        """Return how many losses a micro-batch has, if each has its own backward().
+
+        All of them but the last are called with retain_graph=True.
+        """
+        last = sum(not each.keeps_graph for each in self.passes)
+        return self.count / last if last else 1.0
 
     def _loss_scale(self) -> Verdict | None:
         scales = {each.scale for each in self.passes} - {1.0}

@@ -191,7 +191,9 @@ class Watcher:
             # An iterator can be read only once.
             roots = tuple(roots) if hasattr(roots, "__iter__") else (roots,)
             args, kwargs = ((roots, *args[1:]), kwargs) if args else (args, {**kwargs, name: roots})
-        self._open_pass(how, roots, args[1] if len(args) > 1 else kwargs.get("grad_tensors"))
+        given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        keeps_graph = args[2] if len(args) > 2 else kwargs.get("retain_graph")
+        self._open_pass(how, roots, given, bool(keeps_graph))
         try:
             return call(*args, **kwargs)
         finally:
@@ -199,7 +201,7 @@ class Watcher:
                 self._close_pass()
 
     @guarded
-    def _open_pass(self, how: Literal["backward", "grad"], roots: Any, given: Any) -> None:
+    def _open_pass(self, how: Literal["backward", "grad"], roots: Any, given: Any, keeps_graph: bool) -> None:
         """Read the graph before it runs: hook its leaves, and find out what the loss is."""
         listed = [roots] if isinstance(roots, Tensor) else list(roots or ())
         tensors = [root for root in listed if isinstance(root, Tensor)]
@@ -216,7 +218,7 @@ class Watcher:
         line, place = call_site()
         number = self.history.num_passes
         current = BackwardPass(number, how, loss, line, place, SketchSet(self._pages), scale=self._scale)
-        current.has_other_inputs = has_other_inputs
+        current.has_other_inputs, current.keeps_graph = has_other_inputs, keeps_graph
         current.evaluating = self.optimizers.evaluating()
         own = None if end is None else end.metadata.get(METADATA_KEY)
         current.contains = tuple(each for each in earlier if each != own)
@@ -531,7 +533,7 @@ class Watcher:
     def _note_clipping(self, open_update: OpenUpdate) -> None:
         """Note the factor of the clipping. Parameters that torch's clipping shrank alone get a note."""
         factors = [self._leaves.clip_factor(param) for param in open_update.params]
-        usual = statistics.median(factors or [1.0])
+        usual = statistics.median_low(factors or [1.0])
         open_update.update.clipped = usual
         open_update.unclip = [usual / factor if factor and usual else 1.0 for factor in factors]
 

@@ -346,6 +346,106 @@ def right_two_roots():
 
 
 @case
+def right_backward_for_each_task():
+    """Three tasks share a trunk, and each has its own backward() in a loop. Their losses are added."""
+    trunk, heads = nn.Linear(20, 16), nn.ModuleList(nn.Linear(16, 10) for _ in range(3))
+    optimizer = adam(nn.ModuleList([trunk, heads]))
+    for i, (x, y) in enumerate(data()):
+        hidden = trunk(x).relu()
+        for task, head in enumerate(heads):
+            (F.cross_entropy(head(hidden), y) / K).backward(retain_graph=task < 2)
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_two_clipped_groups():
+    """Two parts of a model, each clipped by its own norm."""
+    model = mlp()
+    optimizer = adam(model)
+    for i, (x, y) in enumerate(data()):
+        (F.cross_entropy(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            nn.utils.clip_grad_norm_(model[:2].parameters(), 0.02)
+            nn.utils.clip_grad_norm_(model[2:].parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_divided_by_tokens_at_the_end():
+    """Sums are accumulated, and p.grad is divided by the window's tokens."""
+    model = text_model()
+    optimizer = adam(model)
+    tokens = 0
+    for i, (x, y) in enumerate(text()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+        tokens += int(y.ne(-100).sum())
+        if (i + 1) % K == 0:
+            for p in model.parameters():
+                p.grad /= tokens
+            optimizer.step()
+            optimizer.zero_grad()
+            tokens = 0
+
+
+@case
+def right_soft_labels():
+    model = mlp()
+    optimizer = adam(model)
+    for i, (x, y) in enumerate(data()):
+        soft = 0.9 * F.one_hot(y, 10).float() + 0.01
+        (F.cross_entropy(model(x), soft) / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_cached_representations():
+    """Gradients of representations are cached, and micro-batches are run again with them (GradCache)."""
+    model = mlp()
+    optimizer = sgd(model)
+    for x, y in data(6, size=64):
+        parts = x.split(16)
+        with torch.no_grad():
+            outputs = torch.cat([model(part) for part in parts])
+        outputs.requires_grad_()
+        F.cross_entropy(outputs, y).backward()
+        for part, gradient in zip(parts, outputs.grad.split(16), strict=True):
+            (model(part) * gradient).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def right_gradient_of_the_window_is_given():
+    """The factor 1/k is given to backward()."""
+    model = mlp()
+    optimizer = adam(model)
+    for i, (x, y) in enumerate(data()):
+        F.cross_entropy(model(x), y).backward(torch.tensor(1 / K))
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def bad_tasks_not_divided():
+    """Three tasks have their own backward(), and nothing divides by the number of micro-batches."""
+    trunk, heads = nn.Linear(20, 16), nn.ModuleList(nn.Linear(16, 10) for _ in range(3))
+    optimizer = adam(nn.ModuleList([trunk, heads]))
+    for i, (x, y) in enumerate(data()):
+        hidden = trunk(x).relu()
+        for task, head in enumerate(heads):
+            F.cross_entropy(head(hidden), y).backward(retain_graph=task < 2)
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
 def right_vector_backward():
     model = mlp()
     optimizer = adam(model)
