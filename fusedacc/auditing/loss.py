@@ -134,9 +134,8 @@ def _reduction(loss: Loss, node: Node, depth: int) -> Loss:
     """Add to a loss what the node behind its constant factors says."""
     name = node.name()
     if name.startswith(LOSSES) and getattr(node, "_saved_reduction", 0) in REDUCTIONS:
-        weight = getattr(node, "_saved_total_weight", None)  # the number of labels that are not ignored
-        count = float(node._saved_self.numel() if weight is None else weight)
-        loss = replace(loss, kind=REDUCTIONS[node._saved_reduction], count=count)
+        kind = REDUCTIONS[node._saved_reduction]
+        loss = replace(loss, kind=kind, count=_labels(node, kind))
     elif name.startswith("MeanBackward"):
         loss = replace(loss, kind="mean", count=float(node._saved_self_sym_numel))
     elif name.startswith("SumBackward"):
@@ -146,6 +145,16 @@ def _reduction(loss: Loss, node: Node, depth: int) -> Loss:
     if loss.kind == "sum" and loss.count and any(abs(each - loss.count) < 1e-3 for each in loss.divisors):
         loss = replace(loss, kind="mean", factor=loss.factor * loss.count)  # sum(x * mask) / mask.sum()
     return loss
+
+
+def _labels(node: Node, kind: str) -> float | None:
+    """Return over how many values a loss with an argument `reduction` is taken, without ignored labels."""
+    if getattr(node, "_saved_weight", None) is not None and hasattr(node, "_saved_ignore_index"):
+        # With class weights, a sum may be divided by the samples or by their weights.
+        used = node._saved_target != node._saved_ignore_index
+        return float(used.sum()) if kind == "mean" else None
+    total_weight = getattr(node, "_saved_total_weight", None)  # the labels that are not ignored
+    return float(node._saved_self.numel() if total_weight is None else total_weight)
 
 
 def _sum_of_losses(loss: Loss, parts: list[tuple[Loss, Node]]) -> Loss:

@@ -276,12 +276,15 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "graph node": {
         "_input_metadata": "dtype and shape of what a node returns; no public name",
         "_saved_condition": "the condition of torch.where; torch documents such names only",
+        "_saved_ignore_index": "the label that a loss ignores; the same",
         "_saved_other": "the operand of a product or a quotient, a number or a tensor; the same",
         "_saved_reduction": "whether a loss is a mean or a sum; the same",
         "_saved_self": "the other operand, or the input of a loss; the same",
         "_saved_self_sym_numel": "over how many elements a mean is taken; the same",
         "_saved_self_sym_sizes": "the shape of what a sum adds; the same",
+        "_saved_target": "the labels of a loss; the same",
         "_saved_total_weight": "the number of labels that a loss does not ignore; the same",
+        "_saved_weight": "the class weights of a loss; the same",
     },
     "OpOverload": {"_schema": "names and types of the arguments; no public name"},
     # nn.Module and its subclasses

@@ -391,6 +391,35 @@ def right_divided_by_tokens_at_the_end():
 
 
 @case
+def right_class_weights():
+    """Each micro-batch is a weighted mean, over the same number of samples."""
+    model = mlp()
+    optimizer = adam(model)
+    weight = torch.rand(10) + 0.5
+    for i, (x, y) in enumerate(data()):
+        (F.cross_entropy(model(x), y, weight=weight) / K).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_class_weights_of_the_window():
+    """Weighted sums, divided by the weights of the window's samples."""
+    model = mlp()
+    optimizer = adam(model)
+    weight = torch.rand(10) + 0.5
+    batches = list(data())
+    for start in range(0, len(batches), K):
+        window = batches[start : start + K]
+        total = sum(weight[y].sum() for _, y in window)
+        for x, y in window:
+            (F.cross_entropy(model(x), y, weight=weight, reduction="sum") / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
 def right_soft_labels():
     model = mlp()
     optimizer = adam(model)
