@@ -26,9 +26,12 @@ class GradState(NamedTuple):
 
 
 class _Watched(NamedTuple):
+    """A leaf, its number, our last hook, and our first hook if the script has hooks too."""
+
     leaf: weakref.ref[Tensor]
     number: int
-    handle: Any
+    handle: Any = None
+    first_handle: Any = None
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -60,6 +63,8 @@ class Leaves:
         self._count = 0
         self._by_number: dict[int, weakref.ref[Tensor]] = {}
         self._by_id: dict[int, _Watched] = {}
+        #: By the leaf's number: the C++ tensor and the version of a gradient before the hooks of the script.
+        self._first_seen: dict[int, tuple[int, int]] = {}
         #: By the leaf's id: the state of p.grad after the last backward pass, and the factor of the last
         #: clipping.
         self._grad_states: dict[int, GradState] = {}
@@ -83,6 +88,8 @@ class Leaves:
             hooks = leaf._backward_hooks
             if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)
+            if hooks and len(hooks) > 1 and watched.first_handle is None:
+                watched = watched._replace(first_handle=self._register_first(leaf, watched.number))
         elif leaf.requires_grad and leaf.is_leaf and not is_distributed(leaf):
             hook = functools.partial(self._receive, watched.number)
             # Otherwise torch.save and deepcopy would warn.
@@ -90,6 +97,25 @@ class Leaves:
             watched = watched._replace(handle=leaf.register_hook(hook))
         self._by_id[identity] = watched
         return watched.number
+
+    def _register_first(self, leaf: Tensor, number: int) -> Any:
+        """Register a hook that sees a gradient before the hooks of the script."""
+
+        def remember(gradient: Tensor) -> None:
+            self._first_seen[number] = gradient._cdata, gradient._version
+
+        remember.__torch_unserializable__ = True  # type: ignore[attr-defined]
+        handle = leaf.register_hook(remember)
+        hooks: Any = leaf._backward_hooks
+        # Autograd calls hooks in the order of insertion, which `move_to_end` of an OrderedDict leaves alone.
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+    def is_changed_by_hooks(self, number: int, gradient: Tensor) -> bool:
+        """Return whether hooks of the script have changed a gradient that a backward pass delivers."""
+        first = self._first_seen.pop(number, None)
+        return first is not None and first != (gradient._cdata, gradient._version)
 
     def _number(self, leaf: Tensor) -> _Watched:
         self._count += 1
@@ -104,7 +130,7 @@ class Leaves:
                 del self._by_id[identity]
 
         reference = self._by_number[number] = weakref.ref(leaf, forget)
-        return _Watched(reference, number, None)
+        return _Watched(reference, number)
 
     def is_watched(self, leaf: Tensor) -> bool:
         """Return whether a leaf has a number."""
@@ -171,5 +197,6 @@ class Leaves:
     def remove_hooks(self) -> None:
         """Remove all hooks."""
         for watched in self._by_id.values():
-            if watched.handle is not None:
-                watched.handle.remove()
+            for handle in (watched.handle, watched.first_handle):
+                if handle is not None:
+                    handle.remove()

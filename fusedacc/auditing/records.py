@@ -38,6 +38,7 @@ class BackwardPass:
         dtype: the gradients' least precise dtype.
         rank: the rank that ran it.
         leaves: the bits of the leaves that got a gradient.
+        num_hooked: leaves whose gradient hooks of the script have changed.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
         cleared: the line that cleared gradients after this pass.
@@ -62,6 +63,7 @@ class BackwardPass:
     dtype: torch.dtype = torch.float64
     rank: int = 0
     leaves: int = 0
+    num_hooked: int = 0
     is_finite: bool = True
     scale: Any = 1.0
     cleared: str = ""

@@ -34,6 +34,11 @@ SAME_GRADIENTS = (
     "sketches: only the sum of their weights is certain"
 )
 
+HOOKS = (
+    "hooks of the script change the gradients of most parameters: only whether micro-batches count the same "
+    "was checked"
+)
+
 
 @dataclass(frozen=True)
 class Expectations:
@@ -77,6 +82,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
             update.add_problem("uneven", text)
         if update.problems or len(unsure) > len(update.passes) / 2:
             return
+    _note_hooks(update)
     _find_lost(update, top, unsure)
     _judge_evaluation(update)
     _judge_lost(update)
@@ -95,13 +101,20 @@ def shares(update: Update) -> list[float | None]:
     result: list[float | None] = []
     for each, weight in zip(update.passes, update.weights, strict=True):
         loss, share = each.loss, weight * each.loss.factor / update.clipped
-        if loss.kind == "mean":
+        if each.num_hooked > each.leaves.bit_count() / 2:
+            result.append(None)  # the hooks may divide
+        elif loss.kind == "mean":
             result.append(share)
         elif loss.kind == "sum" and loss.count is not None and loss.factor != 1:
             result.append(share * loss.count)
         else:
             result.append(None)
     return result
+
+
+def _note_hooks(update: Update) -> None:
+    if any(each.num_hooked > each.leaves.bit_count() / 2 for each in update.passes):
+        update.notes.append(HOOKS)
 
 
 def _judge_empty(update: Update) -> None:

@@ -271,6 +271,7 @@ class Watcher:
         current = self._current
         if torch.finfo(gradient.dtype).eps > torch.finfo(current.dtype).eps:
             current.dtype = gradient.dtype
+        current.num_hooked += self._leaves.is_changed_by_hooks(number, gradient)
         current.sketches.add(number, self._sketch(gradient, gradient.shape))
 
     @guarded

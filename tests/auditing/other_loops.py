@@ -391,6 +391,35 @@ def right_divided_by_tokens_at_the_end():
 
 
 @case
+def right_hooks_divide():
+    """Hooks on all parameters divide by k."""
+    model = mlp()
+    optimizer = adam(model)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient / K)
+    for i, (x, y) in enumerate(data()):
+        F.cross_entropy(model(x), y).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def bad_not_divided_with_hooks_that_look():
+    """Hooks that only look at gradients, as loggers register them, hide no fault."""
+    model = mlp()
+    optimizer = adam(model)
+    norms = []
+    for p in model.parameters():
+        p.register_hook(lambda gradient: norms.append(gradient.norm()))
+    for i, (x, y) in enumerate(data()):
+        F.cross_entropy(model(x), y).backward()
+        if (i + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
 def right_class_weights():
     """Each micro-batch is a weighted mean, over the same number of samples."""
     model = mlp()

@@ -53,6 +53,7 @@ FOUND = {
     "bad_tokens_divided_by_micro_batch_and_window": {"uneven": 4.0},
     "bad_masked_mean_not_divided": {"scale": 4.0},
     "bad_labels_counted_with_padding": {"scale": 0.5789},
+    "bad_not_divided_with_hooks_that_look": {"scale": 4.0},
     "bad_tasks_not_divided": {"scale": 12.0},
     "bad_running_sum_halved": {"parameters": None},
 }
