@@ -128,7 +128,8 @@ class _Sum:
         tolerance = SUM_TOLERANCE if self.kind == "sum" else TOLERANCE
         if abs(self.total - self.target) <= tolerance * self.target:
             return None
-        if is_close(self.total, self.target * self._losses_per_micro_batch()):
+        losses = self._losses_per_micro_batch()
+        if losses > 1 and is_close(self.total, self.target * losses):
             return None
         if self.is_touched and len(self.others.full) > 1 and not are_steady(self.others.full):
             # The script clips by its own code, for example. Then a sum may be 1/k by chance.
