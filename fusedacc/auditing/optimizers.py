@@ -17,6 +17,9 @@ from .sketch_sets import SketchSet
 #: Passes without an optimizer keep so many sketches, of 512 bytes each. Older ones are forgotten.
 WAITING_SKETCHES = 2**18
 
+#: After so many updates of others, an optimizer without an update counts as unused.
+UNUSED_AFTER = 256
+
 
 @dataclass(eq=False)
 class OptimizerRecord:
@@ -96,9 +99,15 @@ class Optimizers:
         return frozenset(number for number, root in roots if root is not None and not root.training)
 
     def window_starts(self) -> list[int]:
-        """Return where the open windows of optimizers that have made updates begin."""
-        starts, counts = self._history.window_starts, self._history.update_counts
-        return [starts[record.number] for record in self if counts[record.number]]
+        """Return where open windows begin: passes from there on may still be used."""
+        starts = self._history.window_starts
+        return [starts[record.number] for record in self._used()]
+
+    def _used(self) -> list[OptimizerRecord]:
+        """Return the optimizers that make updates, or may still begin to."""
+        counts = self._history.update_counts
+        may_begin = self._history.num_updates < UNUSED_AFTER
+        return [record for record in self if counts[record.number] or may_begin]
 
     def hold(self, backward_pass: BackwardPass) -> None:
         """Keep the sketches of a pass until no optimizer can use it any more."""
@@ -107,10 +116,10 @@ class Optimizers:
     def free_sketches(self) -> None:
         """Free the sketches of passes that no optimizer can still use."""
         holding, self._holding = self._holding, []
-        starts, size = self._history.window_starts, 0
+        starts, size, used = self._history.window_starts, 0, self._used()
         for each in reversed(holding):
             is_needed = any(
-                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in self
+                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in used
             )
             size += len(each.sketches)
             if is_needed and size < WAITING_SKETCHES:

@@ -544,6 +544,9 @@ class Watcher:
             return
         params = {*map(id, open_update.params)}
         for step in self._open_steps:  # optimizers that call this one
+            if step.optimizer is not optimizer:
+                number = self.optimizers.record_of(step.optimizer).number
+                self.history.window_starts[number] = self.history.num_passes
             outer = step.update
             if outer is not None and outer is not open_update and params & {*map(id, outer.params)}:
                 outer.is_outer = True

@@ -60,6 +60,19 @@ def right_ddp_k1():
 
 
 @case
+def right_ddp_two_optimizers():
+    """Two optimizers for two halves of a model, which step together."""
+    model = DDP(mlp())
+    optimizers = [adam(model.module[:4]), adam(model.module[4:])]
+    for i, (x, y) in enumerate(batches()):
+        (F.cross_entropy(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@case
 def right_ddp_ragged_last_batch():
     """The last micro-batch of each rank's data is smaller, as with drop_last=False."""
     model = DDP(mlp())

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fusedacc
-from fusedacc.auditing import session
+from fusedacc.auditing import optimizers, session
 from fusedacc.auditing.sketch_sets import SketchPages, SketchSet
 
 #: Cases that compile or are long take seconds. With a hook on a parameter, the wrapper with model= takes
@@ -105,11 +105,15 @@ def test_an_exception_ends_the_audit_and_goes_on():
     assert session._running is None
 
 
-def test_memory_is_flat(monkeypatch):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_memory_is_flat(monkeypatch, is_wrapped):
     """Updates are judged in blocks and forgotten, so that the number of objects stays."""
     monkeypatch.setattr(session, "BLOCK", 64)
+    monkeypatch.setattr(optimizers, "UNUSED_AFTER", 64)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if is_wrapped:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer)
     counts = []
     with fusedacc.audit(updates=0, output=io.StringIO()) as report:
         for update in range(1, 513):
@@ -119,7 +123,7 @@ def test_memory_is_flat(monkeypatch):
             optimizer.zero_grad()
             if update in (256, 384, 512):  # as many updates are not judged yet
                 gc.collect()
-                counts.append(len(gc.get_objects()))
+                counts.append(len(gc.get_objects()) + len(report._watcher.optimizers._holding))
     assert report.status == 0, report.text
     assert report.as_json()["updates"] == 512
     assert max(counts) - min(counts) < 20, counts
