@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import amp, functional, nn
+from .auditing import audit
 from .optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "amp", "functional", "nn"]
+__all__ = ["AccumulatingOptimizer", "amp", "audit", "functional", "nn"]
 __version__ = "0.1.0"

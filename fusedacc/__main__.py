@@ -1,4 +1,4 @@
-"""Command line: `python -m fusedacc` with `info`, `bench`, `plan` or `selftest`."""
+"""Command line: `python -m fusedacc` with `audit`, `info`, `bench`, `plan` or `selftest`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import bench, info, plan, selftest
+from .commands import audit, bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fusedacc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "audit",
+        help="run a training script and check that it accumulates gradients correctly",
+        description=audit.DESCRIPTION,
+    )
+    audit.add_arguments(command)
     command = commands.add_parser(
         "info",
         help="show what is built, which backends work on which devices, and why others do not",
@@ -38,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     selftest.add_arguments(command)
     chosen = parser.parse_args(arguments)
-    return {"info": info, "bench": bench, "plan": plan, "selftest": selftest}[chosen.command].run(chosen)
+    modules = {"audit": audit, "info": info, "bench": bench, "plan": plan, "selftest": selftest}
+    return modules[chosen.command].run(chosen)
 
 
 if __name__ == "__main__":

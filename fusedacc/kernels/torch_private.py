@@ -79,6 +79,12 @@ will_run: Callable[[Any], bool] = _C._will_engine_execute_node
 #: Calls a function at the end of the running backward pass.
 queue_callback: Callable[[Callable[[], Any]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+# Functions of which only the names are used
+
+#: The function of torch.nn.utils.clip_grad that every clipping by norm calls. `clip_grad_norm_` would not do:
+#: scripts import it by name, so a function in its place would not be called.
+CLIP_GRADS_WITH_NORM = "_clip_grads_with_norm_"
+
 # Tensors and storages
 
 #: The references to a storage, by the address `UntypedStorage._cdata`.
@@ -267,7 +273,19 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_local_tensor": "to_local() adds a node to the graph, and waits for collectives",
         "_spec": "mesh, placements and shape in one object; DTensor.from_local takes ten times as long",
     },
-    "graph node": {"_input_metadata": "dtype and shape of what a node returns; no public name"},
+    "graph node": {
+        "_input_metadata": "dtype and shape of what a node returns; no public name",
+        "_saved_condition": "the condition of torch.where; torch documents such names only",
+        "_saved_ignore_index": "the label that a loss ignores; the same",
+        "_saved_other": "the operand of a product or a quotient, a number or a tensor; the same",
+        "_saved_reduction": "whether a loss is a mean or a sum; the same",
+        "_saved_self": "the other operand, or the input of a loss; the same",
+        "_saved_self_sym_numel": "over how many elements a mean is taken; the same",
+        "_saved_self_sym_sizes": "the shape of what a sum adds; the same",
+        "_saved_target": "the labels of a loss; the same",
+        "_saved_total_weight": "the number of labels that a loss does not ignore; the same",
+        "_saved_weight": "the class weights of a loss; the same",
+    },
     "OpOverload": {"_schema": "names and types of the arguments; no public name"},
     # nn.Module and its subclasses
     "nn.Module": {"_parameters": "a module's own entry, read in each call; named_parameters() searches"},

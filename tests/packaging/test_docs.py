@@ -47,7 +47,7 @@ def test_every_page_of_a_framework_is_run_and_linked():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text()) <= 8_000
+    assert len((ROOT / "README.md").read_text()) < 10_000
 
 
 def data(micro_batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

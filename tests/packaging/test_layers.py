@@ -14,7 +14,7 @@ ROOT = PACKAGE.parent
 #: From the lowest layer to the highest. A part imports only itself and parts of lower layers.
 LAYERS = (
     {"kernels"},
-    {"functional", "traffic"},
+    {"auditing", "functional", "traffic"},
     {"accumulators"},
     {"autograd", "distributed"},
     {"nn"},

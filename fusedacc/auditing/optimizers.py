@@ -1,0 +1,161 @@
+"""The optimizers that an audit has seen: their parameters, and the gradients that they used last."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .records import BackwardPass, History, Update
+from .sketch_sets import SketchSet
+
+#: Passes without an optimizer keep so many sketches, of 512 bytes each. Older ones are forgotten.
+WAITING_SKETCHES = 2**18
+
+#: After so many updates of others, an optimizer without an update counts as unused.
+UNUSED_AFTER = 256
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """What is known of one optimizer.
+
+    Attributes:
+        reference: the optimizer.
+        number: stands for it; ids are used again.
+        owned: its parameters, by the number of the leaf whose gradients they get.
+        owned_mask: the bits of these numbers.
+        last_sketches: the gradients it used last, by the leaf's number.
+        last_update: its last update.
+        names, shapes: of its parameters.
+        root: the outermost module with its parameters.
+    """
+
+    reference: weakref.ref[Any]
+    number: int
+    owned: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    owned_mask: int = 0
+    last_sketches: SketchSet | None = None
+    last_update: Update | None = None
+    names: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    root: weakref.ref[nn.Module] | None = None
+
+
+class Optimizers:
+    """All optimizers, and which sketches they still need.
+
+    Args:
+        history: passes and updates.
+        model: names the parameters. None: look for the modules that have them.
+    """
+
+    def __init__(self, history: History, model: nn.Module | None = None) -> None:
+        self._history, self._model = history, model
+        self._by_id: dict[int, OptimizerRecord] = {}
+        #: By number. An optimizer that is freed is removed.
+        self._records: dict[int, OptimizerRecord] = {}
+        self._count = 0
+        #: Passes that still have their sketches.
+        self._holding: list[BackwardPass] = []
+
+    def record_of(self, optimizer: Any) -> OptimizerRecord:
+        """Return the record of an optimizer, which is made at first."""
+        known = self._by_id.get(id(optimizer))
+        if known is not None and known.reference() is optimizer:
+            return known
+        self._count += 1
+        identity, number = id(optimizer), self._count
+
+        def forget(_: Any) -> None:
+            gone = self._records.pop(number, None)
+            if gone is not None and self._by_id.get(identity) is gone:
+                del self._by_id[identity]
+
+        known = OptimizerRecord(weakref.ref(optimizer, forget), number)
+        self._by_id[identity] = self._records[number] = known
+        return known
+
+    def __iter__(self) -> Iterator[OptimizerRecord]:
+        return iter(list(self._records.values()))
+
+    def owned_numbers(self) -> set[int]:
+        """Return the numbers of all leaves that an optimizer has."""
+        return {number for record in self for number in record.owned}
+
+    def versions(self) -> int:
+        """Return a number that changes when a parameter of an optimizer is written."""
+        params = (reference() for record in self for reference in record.owned.values())
+        return sum(param._version for param in params if param is not None)
+
+    def evaluating(self) -> frozenset[int]:
+        """Return the optimizers whose model is in evaluation mode."""
+        roots = [(record.number, record.root()) for record in self if record.root is not None]
+        return frozenset(number for number, root in roots if root is not None and not root.training)
+
+    def window_starts(self) -> list[int]:
+        """Return where open windows begin: passes from there on may still be used."""
+        starts = self._history.window_starts
+        return [starts[record.number] for record in self._used()]
+
+    def _used(self) -> list[OptimizerRecord]:
+        """Return the optimizers that make updates, or may still begin to."""
+        counts = self._history.update_counts
+        may_begin = self._history.num_updates < UNUSED_AFTER
+        return [record for record in self if counts[record.number] or may_begin]
+
+    def hold(self, backward_pass: BackwardPass) -> None:
+        """Keep the sketches of a pass until no optimizer can use it any more."""
+        self._holding.append(backward_pass)
+
+    def free_sketches(self) -> None:
+        """Free the sketches of passes that no optimizer can still use."""
+        holding, self._holding = self._holding, []
+        starts, size, used = self._history.window_starts, 0, self._used()
+        for each in reversed(holding):
+            is_needed = any(
+                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in used
+            )
+            size += len(each.sketches)
+            if is_needed and size < WAITING_SKETCHES:
+                self._holding.append(each)
+            else:
+                each.sketches.clear()
+        self._holding.reverse()
+
+    def name_parameters(self, record: OptimizerRecord, params: Sequence[Tensor]) -> None:
+        """Look up names and shapes, if the parameters are not those of the last update."""
+        if len(record.names) != len(params):
+            record.names, root = find_names(params, self._model)
+            record.shapes = [tuple(param.shape) for param in params]
+            record.root = None if root is None else weakref.ref(root)
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of a torch optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def find_names(
+    params: Sequence[Tensor], model: nn.Module | None = None
+) -> tuple[list[str], nn.Module | None]:
+    """Return the longest name that a module has for each parameter, and the outermost module.
+
+    Without a model, every module of the process is asked, because an optimizer does not know its model.
+    """
+    names = {id(param): "" for param in params}
+    outermost, largest = None, (0, 0)
+    everything = gc.get_objects() if model is None else [model]
+    for module in [each for each in everything if issubclass(type(each), nn.Module)]:
+        with contextlib.suppress(Exception):  # modules that others are about to make
+            found = {id(param): name for name, param in module.named_parameters() if id(param) in names}
+            names |= {identity: name for identity, name in found.items() if len(name) > len(names[identity])}
+            size = len(found), sum(map(len, found.values()))
+            if size > largest:
+                outermost, largest = module, size
+    return [names[id(param)] or f"parameter {i}" for i, param in enumerate(params)], outermost

@@ -1,0 +1,254 @@
+"""What an audit records: backward passes, updates, and their history until they are judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .loss import Loss
+from .sketch_sets import SketchSet
+
+#: Kinds of problems. They are part of the JSON's schema.
+KINDS = ("lost", "double", "scale", "uneven", "stale", "ranks", "parameters", "count")
+
+#: Different notes that are kept.
+MAX_NOTES = 100
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One backward pass, which is a micro-batch unless other facts speak against it.
+
+    Attributes:
+        number: counts all passes of this process from 0.
+        how: "backward", "grad" (`torch.autograd.grad`), or "other" (the engine was called in another way).
+        loss: what the loss's graph says.
+        line: the line that calls `backward()`, such as "train.py:139".
+        place: a number for this call. Losses of one place are of one kind.
+        sketches: of its gradients, by the leaf's number, until no optimizer can use the pass any more.
+        repeats: number of an earlier pass of the same loss.
+        contains: numbers of earlier passes whose losses are part of this one.
+        keeps_graph: whether `retain_graph=True` was given: another loss of the same micro-batch may follow.
+        has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
+        evaluating: optimizers whose model was in evaluation mode.
+        dtype: the gradients' least precise dtype.
+        rank: the rank that ran it.
+        leaves: the bits of the leaves that got a gradient.
+        num_hooked: leaves whose gradient hooks of the script have changed.
+        is_finite: whether no gradient has an inf or nan.
+        scale: loss scale of a GradScaler. It is a tensor until an update takes place.
+        cleared: the line that cleared gradients after this pass.
+        clipped: the line that clipped gradients after this pass.
+        is_counted: whether an update counts it.
+        excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "other" (no
+            micro-batch).
+        is_listed: whether rank 0 has put it into its history.
+    """
+
+    number: int
+    how: Literal["backward", "grad", "other"]
+    loss: Loss
+    line: str
+    place: int
+    sketches: SketchSet
+    repeats: int | None = None
+    contains: tuple[int, ...] = ()
+    keeps_graph: bool = False
+    has_other_inputs: bool = False
+    evaluating: frozenset[int] = frozenset()
+    dtype: torch.dtype = torch.float64
+    rank: int = 0
+    leaves: int = 0
+    num_hooked: int = 0
+    is_finite: bool = True
+    scale: Any = 1.0
+    cleared: str = ""
+    clipped: str = ""
+    is_counted: bool = False
+    excused: str = ""
+    is_listed: bool = False
+
+
+class ProblemOfUpdate(NamedTuple):
+    """Something wrong in one update.
+
+    Attributes:
+        kind: one of `KINDS`.
+        text: what is wrong.
+        location: the line of the script.
+        factor: by how much; None: there is no one number.
+        cause: tells it from others of its kind at this line.
+    """
+
+    kind: str
+    text: str
+    location: str
+    factor: float | None
+    cause: str
+
+
+@dataclass(eq=False)
+class Outlier:
+    """A parameter whose gradient has other weights than the rest.
+
+    Attributes:
+        parameter: its index in the update.
+        ratio: its weights relative to the rest; None: it is no multiple.
+        weights: its weights of the passes relative to the rest; empty: unknown.
+        stale_weight: its weight of the last update's gradient.
+    """
+
+    parameter: int
+    ratio: float | None
+    weights: list[float] = field(default_factory=list)
+    stale_weight: float = 0.0
+
+
+@dataclass(eq=False)
+class Equations:
+    """The sketches of an update, for least squares. Row r belongs to parameter `owners[r]`.
+
+    Attributes:
+        passes: float64 [rows, passes]: sketches of the gradients that each pass has delivered.
+        used: float64 [rows]: sketches of the gradients that the optimizer has used.
+        stale: float64 [rows]: the same of the last update.
+        owners: int64 [rows].
+        decay: float64 [rows]: sketches of the parameters, if other code may have added weight decay to
+            gradients.
+    """
+
+    passes: Tensor
+    used: Tensor
+    stale: Tensor
+    owners: Tensor
+    decay: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Update:
+    """One update of an optimizer: which gradients it has used, and what they consist of.
+
+    Attributes:
+        optimizer: the optimizer's number.
+        passes: the backward passes of its window.
+        line: the line that calls `step()`.
+        dtype: the least precise dtype of gradients and sums.
+        is_sharded: whether the gradients are shards, as with FSDP2.
+        clipped: the factor of `clip_grad_norm_`.
+        is_touched: whether unknown code has changed the gradients after the last backward pass.
+        evaluating: passes in evaluation mode, if others were not.
+        number: counts the optimizer's updates from 1.
+        shapes, names: of the parameters.
+        equations: the sketches; None once weights are known.
+        weights, errors: weight of each pass, and its standard error.
+        unit: a weight of usual size.
+        stale_weight: weight of the gradient of the last update.
+        late_weight: largest weight of a pass that the last update has lost.
+        rest: the part of the gradient that is no sum of those of passes, relative to its norm.
+        rest_if_fair: the same with equal weights.
+        outliers: parameters with other weights.
+        apart: largest relative distance between the gradients of two ranks.
+        is_checked: whether the weights say anything.
+        lost: positions of passes that do not count.
+        is_vague: whether sums of weights say nothing, because of another problem.
+        problems: what is wrong.
+        notes: what else is to be said.
+    """
+
+    optimizer: int
+    passes: list[BackwardPass]
+    line: str
+    dtype: torch.dtype = torch.float32
+    is_sharded: bool = False
+    clipped: float = 1.0
+    is_touched: bool = False
+    evaluating: frozenset[int] = frozenset()
+    number: int = 0
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    equations: Equations | None = None
+    weights: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    unit: float = 0.0
+    stale_weight: float = 0.0
+    late_weight: float = 0.0
+    rest: float = 1.0
+    rest_if_fair: float = 1.0
+    outliers: list[Outlier] = field(default_factory=list)
+    apart: float = 0.0
+    is_checked: bool = False
+    lost: list[int] = field(default_factory=list)
+    is_vague: bool = False
+    problems: list[ProblemOfUpdate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add_problem(
+        self, kind: str, text: str, location: str = "", factor: float | None = None, cause: str = ""
+    ) -> None:
+        """Add a problem. Without a location it is at `step()`."""
+        self.problems.append(ProblemOfUpdate(kind, text, location or self.line, factor, cause))
+
+
+class History:
+    """Passes and updates that are not judged yet, and counts of all.
+
+    Attributes:
+        passes: passes that are not judged, in order.
+        judged_passes: number of passes that are.
+        updates: updates that are not judged.
+        window_starts: by optimizer: number of the first pass of its window.
+        update_counts: by optimizer: number of its updates.
+        optimizers: by optimizer: its place in the report, and its class's name.
+        owned_by_any: the bits of the leaves that any optimizer has ever had.
+        rank: of this process.
+        num_ranks: ranks whose micro-batches are put together.
+        notes: notes of the report, without repetitions.
+        failed: whether the audit could not go on.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[BackwardPass] = []
+        self.judged_passes = 0
+        self.updates: list[Update] = []
+        self.window_starts: Counter[int] = Counter()
+        self.update_counts: Counter[int] = Counter()
+        self.optimizers: dict[int, tuple[int, str]] = {}
+        self.owned_by_any = 0
+        self.rank = 0
+        self.num_ranks = 1
+        self.notes: dict[str, None] = {}
+        self.failed = False
+
+    def add_note(self, text: str) -> None:
+        """Add a note to the report, if it is new."""
+        if len(self.notes) < MAX_NOTES:
+            self.notes[text] = None
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes so far."""
+        return self.judged_passes + len(self.passes)
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates so far."""
+        return sum(self.update_counts.values())
+
+    def passes_since(self, number: int) -> list[BackwardPass]:
+        """Return the passes from this number on."""
+        return self.passes[max(0, number - self.judged_passes) :]
+
+    def window(self, optimizer: int) -> list[BackwardPass]:
+        """Return the passes of an optimizer's window."""
+        return self.passes_since(self.window_starts[optimizer])
+
+    def drop_passes_before(self, number: int) -> list[BackwardPass]:
+        """Remove passes below this number, and return them."""
+        count = max(0, number - self.judged_passes)
+        old, self.passes = self.passes[:count], self.passes[count:]
+        self.judged_passes += len(old)
+        return old

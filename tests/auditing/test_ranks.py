@@ -1,0 +1,52 @@
+"""The audit of two ranks: DistributedDataParallel, FSDP2, and loops that reduce by hand."""
+
+import io
+
+import pytest
+import rank_loops
+import torch.distributed as dist
+from auditing_cases import are_close, factors
+from ranks import on_ranks
+
+from fusedacc.auditing import Audit
+
+#: What each faulty loop is told as: the kinds of its problems, with their factors.
+FOUND = {
+    "bad_ddp_no_sync_left_on": {"ranks": None},
+    "bad_ddp_no_sync_on_last": {"lost": 0.625},
+    "bad_ddp_zero_each": {"lost": 0.25},
+    "bad_ddp_divided_by_ranks_too": {"scale": 0.5},
+    "bad_ddp_not_divided": {"scale": 4.0},
+    "bad_no_ddp": {"ranks": None},
+    "bad_all_reduce_sum": {"ranks": 2.0},
+    "bad_all_reduce_each": {"uneven": 8.0},
+    "bad_ddp_tokens": {"uneven": 4.0},
+    "bad_ddp_tokens_of_own_rank": {"uneven": 1.238},
+    "bad_fsdp2_never_syncs_last": {"lost": 0.75, "stale": 1.11},
+    "bad_fsdp2_zero_each": {"lost": 0.25},
+    "bad_fsdp2_not_divided": {"scale": 4.0},
+}
+
+
+def audit_on_rank(name: str, folder: str) -> tuple[int | None, str, dict[str, float | None], int]:
+    """Return status, text, problems and the number of micro-batches. On other ranks than 0 they are empty."""
+    with Audit(folder=folder, output=io.StringIO()) as report:
+        rank_loops.CASES[name]()
+    micro_batches = report.as_json().get("micro_batches", 0)
+    dist.barrier()
+    return report.status, report.text, factors(report), micro_batches
+
+
+@pytest.mark.parametrize("name", rank_loops.CASES)
+def test_loops_on_two_ranks(name, tmp_path):
+    (status, text, found, _), (other_status, other_text, *_) = on_ranks(2, audit_on_rank, name, str(tmp_path))
+    assert (other_status, other_text) == (0, "")
+    assert status == name.startswith("bad_"), text
+    assert are_close(found, FOUND.get(name, {})), text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_counts_the_micro_batches_of_all_ranks(tmp_path):
+    (_, text, _, micro_batches), _ = on_ranks(2, audit_on_rank, "right_ddp", str(tmp_path))
+    assert micro_batches == 48
+    assert "48 micro-batches, 6 updates, AdamW, float32, 2 ranks" in text
