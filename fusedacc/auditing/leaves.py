@@ -94,6 +94,8 @@ class Leaves:
             hook = functools.partial(self._receive, watched.number)
             # Otherwise torch.save and deepcopy would warn.
             hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+            # fusedacc's modules then add as without the hook, and show it the gradient in parts.
+            hook.only_looks = True  # type: ignore[attr-defined]
             watched = watched._replace(handle=leaf.register_hook(hook))
         self._by_id[identity] = watched
         return watched.number
