@@ -11,6 +11,7 @@ import torch
 from .findings import Findings, Problem, Row
 from .number_ranges import NumberRanges
 from .records import History
+from .sums import TELL_ENOUGH
 
 #: The version of the JSON's schema.
 VERSION = 1
@@ -77,6 +78,8 @@ class Report:
         text = verdict.get(self.status, "Nothing could be checked.")
         if self.status == 2 and self.findings.checked:
             text = "The audit is not complete."
+        if any(problem.kind in TELL_ENOUGH for problem in self.problems):
+            text += " Other problems of the same updates may be hidden: audit again after you have fixed it."
         return f"{text} The audit took {self.audit_seconds:.1f} of {self.total_seconds:.1f} s."
 
     def _table(self) -> list[str]:

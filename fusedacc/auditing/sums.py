@@ -168,6 +168,7 @@ class _Sum:
         others, usual = self.others, self.others.usual
         if (
             self.count == others.length
+            or is_close(usual, self.target * others.length)  # nothing divides
             or not are_steady(others.full)
             or is_close(self.total, usual)
             or not is_close(self.total / usual, self.count / others.length)
