@@ -109,6 +109,12 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
+def close_pools() -> None:
+    """End the processes of all ranks. The next test starts new ones."""
+    for pool in list(_pools.values()):
+        pool.close()
+
+
 def _answer(end: Connection) -> tuple[bool, Any]:
     """Return whether the function succeeded, and its result or the traceback."""
     try:

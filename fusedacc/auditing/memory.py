@@ -19,4 +19,6 @@ def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
     count = math.prod(shape)
     if device.type != "cpu" or not count:
         return torch.zeros(shape, dtype=torch.float64, device=device)
-    return torch.frombuffer(mmap.mmap(-1, count * 8), dtype=torch.float64).view(shape)
+    # A forked process, such as a DataLoader's worker, must not write to it.
+    memory = mmap.mmap(-1, count * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float64).view(shape)

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import rank_loops
+import ranks
 import torch.distributed as dist
 from auditing_cases import are_close, factors
 from ranks import on_ranks
@@ -26,6 +27,14 @@ FOUND = {
     "bad_fsdp2_zero_each": {"lost": 0.25},
     "bad_fsdp2_not_divided": {"scale": 4.0},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def processes_of_their_own():
+    """The audit wraps functions of torch in these processes, so other tests get new ones."""
+    ranks.close_pools()
+    yield
+    ranks.close_pools()
 
 
 def audit_on_rank(name: str, folder: str) -> tuple[int | None, str, dict[str, float | None], int]:
