@@ -297,7 +297,7 @@ tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
 # a plan of sums with begun parts is published
 -return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
 +return slot->grad_state == GradState::kNotOurs;
-# the first gradient of a bucket is added to memory of its own
+# the first gradient of a bucket is added to memory outside of the bucket
 -(slot->in_reduce_bucket && !sum.defined())
 +false
 # a gradient of another shape is added

@@ -25,6 +25,22 @@ class GradState(NamedTuple):
     version: int
 
 
+class _Hook:
+    """A hook on a leaf that only looks at its gradients."""
+
+    #: Otherwise torch.save and deepcopy warn.
+    __torch_unserializable__ = True
+    #: fusedacc's modules then add as without the hook, and show it the gradient in parts.
+    only_looks = True
+
+    def __init__(self, look: Callable[[Tensor], None]) -> None:
+        self._look = look
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # a module has added the gradient by itself
+            self._look(gradient)
+
+
 class _Watched(NamedTuple):
     """A leaf, its number, our last hook, and our first hook if the script has hooks too."""
 
@@ -69,8 +85,8 @@ class Leaves:
         #: clipping.
         self._grad_states: dict[int, GradState] = {}
         self._clip_factors: dict[int, float] = {}
-        #: By the number of a parameter that gets no gradients of its own, which one gets them: FSDP2's
-        #: shards, and float32 copies.
+        #: By the number of a parameter to which autograd delivers nothing, as FSDP2's shards and float32
+        #: copies: the leaf that gets its gradients.
         self._stands_for: dict[int, weakref.ref[Tensor]] = {}
 
     def watch(self, leaf: Tensor) -> int:
@@ -91,11 +107,7 @@ class Leaves:
             if hooks and len(hooks) > 1 and watched.first_handle is None:
                 watched = watched._replace(first_handle=self._register_first(leaf, watched.number))
         elif leaf.requires_grad and leaf.is_leaf and not is_distributed(leaf):
-            hook = functools.partial(self._receive, watched.number)
-            # Otherwise torch.save and deepcopy would warn.
-            hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
-            # fusedacc's modules then add as without the hook, and show it the gradient in parts.
-            hook.only_looks = True  # type: ignore[attr-defined]
+            hook = _Hook(functools.partial(self._receive, watched.number))
             watched = watched._replace(handle=leaf.register_hook(hook))
         self._by_id[identity] = watched
         return watched.number
@@ -106,8 +118,7 @@ class Leaves:
         def remember(gradient: Tensor) -> None:
             self._first_seen[number] = gradient._cdata, gradient._version
 
-        remember.__torch_unserializable__ = True  # type: ignore[attr-defined]
-        handle = leaf.register_hook(remember)
+        handle = leaf.register_hook(_Hook(remember))
         hooks: Any = leaf._backward_hooks
         # Autograd calls hooks in the order of insertion, which `move_to_end` of an OrderedDict leaves alone.
         for key in [key for key in hooks if key != handle.id]:

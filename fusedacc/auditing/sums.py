@@ -1,7 +1,7 @@
 """Verdicts: whether the weights of an update add up to what they should.
 
 A micro-batch's share is its weight times the factor of its loss. The shares of a window should add up to 1,
-or to a factor that the loss has of its own, as in `0.5 * mse`. Backward passes that are called from different
+or to a factor in the loss, as in `0.5 * mse`. Backward passes that are called from different
 places are losses of different kinds, with a sum each.
 """
 

@@ -162,7 +162,7 @@ class Watcher:
             handle.remove()
 
     def stop(self, reason: str) -> None:
-        """End because of something that the audit cannot look at, or of its own failure."""
+        """End because the audit cannot look at something, or has failed."""
         self.history.add_note(f"the audit stopped: {reason}")
         self.history.failed = True
         self.stop_watching()

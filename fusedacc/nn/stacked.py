@@ -467,7 +467,8 @@ def may_read_experts(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
 def is_of_transformers(module: torch.nn.Module) -> bool:
     """Whether the forward of the module's class gets its implementation from Transformers.
 
-    The decorator `use_experts_implementation` of Transformers replaces the forward of a class by such a one.
+    The decorator `use_experts_implementation` of Transformers replaces a class's forward with one that asks
+    `ExpertsInterface`.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)
