@@ -33,18 +33,15 @@ PATIENCE = 900
 
 @dataclass(frozen=True)
 class Outcome:
-    """The test that failed, or "", and the seconds that the tests took."""
+    """What caught the mutant, or "", why it could not be tried, or "", and the seconds that the tests took."""
 
     failed: str
     seconds: float
+    problem: str = ""
 
 
 def run(copy: Path, tests: Iterable[str]) -> Outcome:
-    """Run tests in a copy of the project until one fails.
-
-    Raises:
-        RuntimeError: the tests could not be run.
-    """
+    """Run tests in a copy of the project until one fails, crashes or hangs."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", *tests]
     path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
@@ -65,18 +62,24 @@ def run(copy: Path, tests: Iterable[str]) -> Outcome:
         os.killpg(tests_run.pid, signal.SIGKILL)
         tests_run.communicate()
         return Outcome(f"none has ended in {PATIENCE} s", time.monotonic() - began)
-    if tests_run.returncode not in (0, 1):
-        raise RuntimeError(f"{command}: {output[-6000:]}")
+    seconds = time.monotonic() - began
+    if tests_run.returncode < 0:
+        return Outcome(f"a test crashed with {signal.Signals(-tests_run.returncode).name}", seconds)
+    if tests_run.returncode > 1:
+        return Outcome("", seconds, problem=f"{' '.join(command)}: {output[-6000:]}")
     failed = ""
     if tests_run.returncode == 1:
         (failed,) = json.loads((copy / ".pytest_cache/v/cache/lastfailed").read_text())
-    return Outcome(failed, time.monotonic() - began)
+    return Outcome(failed, seconds)
 
 
 def try_mutant(mutant: Mutant) -> Outcome:
     """Run a mutant's tests in a copy of the project that contains the mutant."""
-    with project(mutant) as copy:
-        return run(copy, mutant.tests.split())
+    try:
+        with project(mutant) as copy:
+            return run(copy, mutant.tests.split())
+    except subprocess.CalledProcessError as error:
+        return Outcome("", 0.0, problem=f"it does not compile: {error}")
 
 
 def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
@@ -87,15 +90,20 @@ def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
         for future in as_completed(running):
             mutant, outcome = running[future], future.result()
             outcomes[mutant] = outcome
-            said = "caught" if outcome.failed else "NOT CAUGHT"
-            print(f"{len(outcomes)} of {len(running)}: {said}: {mutant.name}", flush=True)
+            line = f"{len(outcomes)} of {len(running)}: {found_by(outcome)}: {mutant.name} {outcome.problem}"
+            print(line.rstrip(), flush=True)
     return outcomes
 
 
+def found_by(outcome: Outcome) -> str:
+    """Return a cell of the table: what caught a mutant."""
+    return outcome.failed or ("NOT TRIED" if outcome.problem else "NOT CAUGHT")
+
+
 def table(outcomes: dict[Mutant, Outcome]) -> str:
-    """Print the outcome of each mutant, in order."""
+    """Return the outcome of each mutant, in order."""
     rows = [
-        f"| {mutant.name} | {outcomes[mutant].failed or 'NOT CAUGHT'} | {outcomes[mutant].seconds:.0f} |"
+        f"| {mutant.name} | {found_by(outcomes[mutant])} | {outcomes[mutant].seconds:.0f} |"
         for mutant in MUTANTS
         if mutant in outcomes
     ]
