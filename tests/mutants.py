@@ -33,7 +33,7 @@ PATIENCE = 900
 
 @dataclass(frozen=True)
 class Outcome:
-    """What caught the mutant, or "", why it could not be tried, or "", and the seconds that the tests took."""
+    """Which test failed, or "", the seconds that the tests took, and why they could not run, or ""."""
 
     failed: str
     seconds: float

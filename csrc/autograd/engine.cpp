@@ -201,7 +201,6 @@ bool Engine::add(const std::shared_ptr<BackwardPass>& backward, const SlotPointe
     queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, /*may_wait=*/is_unshared);
     return true;
   }
-  if (gradient.sizes() != parameter.sizes()) return false;
   if (!sum.defined()) {
     add_first(slot, parameter, gradient, scale, is_unshared);
     return true;
@@ -501,7 +500,7 @@ bool Engine::may_begin() const {
   if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;  // full: its update has failed
   const bool is_first = window_->micro_step == 0 && !window_->ran;
   if (is_first && (!plan_->repeats || sums_->exposed)) return false;
-  return !is_last() || (plan_->repeats && !window_->ran && window_->sum_scale.is_one());
+  return !is_last() || !window_->ran;
 }
 
 bool Engine::publish() {
@@ -510,8 +509,7 @@ bool Engine::publish() {
     if (!sum.defined()) return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
     const auto grad_dtype = parameter.grad_dtype();
     return slot->grad_state == GradState::kNotOurs && slot->beta.is_one() && parameter.is_leaf() &&
-           !slot->is_begun && sum.layout() == at::kStrided && sum.sizes() == parameter.sizes() &&
-           sum.device() == parameter.device() &&
+           !slot->is_begun && sum.layout() == at::kStrided && sum.device() == parameter.device() &&
            (!grad_dtype.has_value() || *grad_dtype == sum.scalar_type());
   };
   if (!std::all_of(slots_.begin(), slots_.end(), fits)) return false;
@@ -528,7 +526,7 @@ bool Engine::shows_only_sums() const {
     const at::Tensor& gradient = slot->parameter().grad();
     if (!gradient.defined()) return slot->grad_state == GradState::kNotOurs && !slot->accumulator.defined();
     return slot->grad_state == GradState::kPublished && slot->is_placed(gradient) &&
-           slot->parameter().grad_dtype() == gradient.scalar_type() && !gradient.requires_grad() &&
+           slot->parameter().grad_dtype() == gradient.scalar_type() &&
            gradient.scalar_type() == slot->parameter().scalar_type();
   });
 }
@@ -572,8 +570,8 @@ bool Engine::begin_update(const py::list& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return false;
-  if (window_->micro_step + 1 != plan_->steps || !may_use_plan() || !sums_->exposed) return false;
-  if (!window_->sum_scale.is_one() || !have_parameters(groups, known) || !shows_only_sums()) return false;
+  if (!sums_->exposed || !may_use_plan()) return false;
+  if (!have_parameters(groups, known) || !shows_only_sums()) return false;
   window_->has_updated = false;
   window_->count_micro_batch();
   return true;

@@ -56,8 +56,7 @@ bool is_left_to_autograd(Reason reason) {
 bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& node) {
   if (slot.node != &node) return false;  // the parameter was moved or cast
   if (at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()) return false;
-  const Reason reason = reason_for(slot, node.variable, &node);
-  return (reason == Reason::kOrdinary || reason == Reason::kInModule) && !has_hooks_that_act(node.variable);
+  return reason_for(slot, node.variable, &node) == Reason::kInModule;
 }
 
 }  // namespace fusedacc::autograd

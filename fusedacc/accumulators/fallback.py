@@ -21,9 +21,6 @@ from ..kernels.torch_private import current_graph_task, queue_callback, runs_as_
 class FallbackEngine:
     """Leaves all gradients to autograd."""
 
-    #: The hooks see that compiled autograd runs a backward pass, and `begin` says so.
-    is_bypassed = False
-
     def __init__(
         self,
         sums: Any,
@@ -36,6 +33,7 @@ class FallbackEngine:
         **of_native: Any,
     ) -> None:
         self.lock = threading.RLock()
+        self.is_bypassed = False
         self._begin = begin
         self._receive = receive
         self._stored = stored
@@ -152,6 +150,9 @@ class FallbackEngine:
 
     def clear_used(self, groups: list[dict[str, Any]], known: list[list[Tensor]]) -> bool:
         return False
+
+    def note_bypass(self) -> None:
+        self.is_bypassed = True
 
     def _do_nothing(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: nothing waits, and Python begins and ends all backward passes."""

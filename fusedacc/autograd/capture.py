@@ -51,7 +51,6 @@ class Capture:
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Any) -> None:
         self.accumulators = accumulators
-        self._bypassed = False
         self._warned = False
         self._postponed: list[PostponedProduct] | None = None
         self._policy = policy
@@ -80,12 +79,7 @@ class Capture:
     @property
     def bypassed(self) -> bool:
         """Whether a backward pass has bypassed the hooks. No hook clears p.grad before it or sees its end."""
-        return self._bypassed or self.engine.is_bypassed
-
-    @bypassed.setter
-    def bypassed(self, bypassed: bool) -> None:
-        self._bypassed = bypassed
-        self.engine.set_condition("a backward pass has bypassed the hooks", bypassed)
+        return self.engine.is_bypassed
 
     @property
     def postponed(self) -> list[PostponedProduct] | None:
@@ -108,7 +102,7 @@ class Capture:
         if the micro-batch needs a weight and has none.
         """
         if torch_state.in_compiled_autograd():
-            self.bypassed = True
+            self.engine.note_bypass()
             return None
         backwards = self.engine.backwards()
         if self.accumulators.grads.holds_uncounted and not backwards:
@@ -338,7 +332,8 @@ class Capture:
         """Warn once if `step()` finds gradients in p.grad that no hook could make final. is_raw: whether
         p.grad should hold final gradients and does not.
         """
-        self.bypassed = self.bypassed or torch_state.traces_backward()
+        if torch_state.traces_backward():
+            self.engine.note_bypass()
         if not (is_raw and self.bypassed) or self._warned:
             return
         self._warned = True

@@ -101,6 +101,24 @@ def test_the_whole_weight_is_used_with_its_experts(order):
         assert_close(model, twin)
 
 
+def test_an_expert_is_added_to_a_sum_that_waits_for_its_scale():
+    """A mean's first gradient becomes the sum, and is multiplied by the scale later."""
+    model = Stack()
+    twin = copy.deepcopy(model)
+    optimizer = wrap(model, 4, model=model, lr=0.0)
+    for _ in range(2):
+        for micro_batch in range(4):
+            for each, share in ((model, 1), (twin, 4)):
+                if micro_batch == 0:
+                    (torch.bmm(x_of().expand(EXPERTS, 3, 4), each.weight).pow(2).sum() / share).backward()
+                else:
+                    (each(x_of(), [micro_batch]).pow(2).sum() / share).backward()
+            if micro_batch == 3:
+                assert_close(model, twin)
+            optimizer.step(), optimizer.zero_grad()
+        twin.weight.grad = None
+
+
 def interrupted(model):
     hidden = with_backward(model(x_of(0, True), [1]), fail)
     with pytest.raises(Failure):

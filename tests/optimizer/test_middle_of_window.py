@@ -417,6 +417,24 @@ def test_an_update_has_gradients_of_the_dtype_that_the_user_has_asked_for(dtype,
     assert seen == [grad_dtype] * 2
 
 
+def test_a_grad_dtype_that_the_user_asks_for_in_mid_window():
+    def train(grad_dtype: torch.dtype) -> list[torch.Tensor]:
+        weights = [nn.Parameter(torch.linspace(0, 1, 5)) for _ in range(2)]
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.25), 2)
+        for micro_batch in range(8):
+            if micro_batch == 3:
+                weights[0].grad_dtype = grad_dtype
+            sum((weight * 2.0**micro_batch).sum() for weight in weights).backward()
+            if micro_batch == 3 and weights[0].grad is not None:
+                assert weights[0].grad.dtype == grad_dtype
+            optimizer.step(), optimizer.zero_grad()
+        return [weight.detach() for weight in weights]
+
+    # bfloat16 holds these gradients exactly.
+    for asked, usual in zip(train(torch.bfloat16), train(torch.float32), strict=True):
+        assert torch.equal(asked, usual)
+
+
 def test_a_plan_is_not_used_in_a_later_window():
     """A window of three begins with a gradient that was put into p.grad by hand, without a backward pass."""
     weight, optimizer = scalar(lambda window: 2 + window)
