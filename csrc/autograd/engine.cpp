@@ -523,7 +523,7 @@ bool Engine::publish() {
 
 bool Engine::shows_only_sums() const {
   return std::all_of(slots_.begin(), slots_.end(), [](const SlotPointer& slot) {
-    const at::Tensor& gradient = slot->parameter().grad();
+    const at::Tensor& gradient = slot->p_grad();
     if (!gradient.defined()) return slot->grad_state == GradState::kNotOurs && !slot->accumulator.defined();
     return slot->grad_state == GradState::kPublished && slot->is_placed(gradient) &&
            slot->parameter().grad_dtype() == gradient.scalar_type() &&
@@ -546,7 +546,7 @@ bool Engine::are_on_current_streams() const {
 
 bool Engine::any_gradient() const {
   return std::any_of(slots_.begin(), slots_.end(),
-                     [](const auto& slot) { return slot->parameter().grad().defined(); });
+                     [](const auto& slot) { return slot->p_grad().defined(); });
 }
 
 bool Engine::step(const py::list& groups, const py::list& known) {
@@ -581,7 +581,7 @@ bool Engine::end_update() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock() || !shows_only_sums()) return false;
   for (const SlotPointer& slot : slots_) {
-    const at::Tensor& gradient = slot->parameter().grad();
+    const at::Tensor& gradient = slot->p_grad();
     if (gradient.defined()) slot->placed_version = gradient._version();
   }
   sums_->consumed = true;

@@ -107,8 +107,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     double scale = 1;
     // The micro-batches of a window; 0: `step()` ends none, and there is no last one.
     int64_t steps = 0;
-    // Whether all windows are alike, and their sums are final after the last addition. Else Python begins and
-    // ends the first and the last backward pass of each.
+    // Whether all windows are alike. Else Python begins and ends the first backward pass of each.
     bool repeats = false;
     // Whether an update needs only what p.grad holds after a window's last backward pass.
     bool updates_plainly = false;

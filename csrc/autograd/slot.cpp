@@ -38,11 +38,11 @@ bool Slot::is_as_seen() const { return seen_.has_value() && seen_ == look(); }
 void Slot::note_seen() { seen_ = look(); }
 
 at::Tensor Sums::current(const Slot& slot) const {
-  if (slot.grad_state == GradState::kPublished) return slot.parameter().grad();
+  if (slot.grad_state == GradState::kPublished) return slot.p_grad();
   if (!always_exposed || slot.grad_state == GradState::kAutogradPending || slot.is_aside) {
     return slot.accumulator;
   }
-  const at::Tensor& gradient = slot.parameter().grad();
+  const at::Tensor& gradient = slot.p_grad();
   if (slot.grad_state == GradState::kNotOurs) return gradient;
   return slot.is_placed(gradient) ? slot.accumulator : gradient;
 }

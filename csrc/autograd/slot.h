@@ -27,6 +27,8 @@ class Slot {
   explicit Slot(PyObject* parameter) : parameter_(parameter) {}
 
   const at::Tensor& parameter() const;
+  // p.grad. `Tensor::grad` would first ask whether the parameter is a leaf, and warn if not.
+  const at::Tensor& p_grad() const { return parameter().unsafeGetTensorImpl()->grad(); }
   bool is_placed(const at::Tensor& gradient) const {
     return placed.has_value() && gradient.defined() && placed->refers_to(gradient);
   }

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     Attributes:
         scale: the factor of gradients.
         steps: the number of micro-batches in the window; 0 in a manual loop.
-        repeats: whether all windows are alike, and their sums are final after the last addition.
+        repeats: whether all windows are alike.
         updates_plainly: whether an update needs only what p.grad holds after the last backward pass.
     """
 
