@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Amount:
     """The smallest and the largest value of a number in several updates.
 
-    In a sentence, "{name}" writes both, and "{name.most}" the largest.
+    In a sentence, "{name}" writes both, "{name.most}" the largest, and "{name.as_factor}" a factor.
 
     Attributes:
         low, high: the two values.
@@ -34,6 +34,11 @@ class Amount:
     def most(self) -> str:
         """The largest value, written."""
         return self.write(self.high)
+
+    @property
+    def as_factor(self) -> str:
+        """Write "1/2 of" or "3 times"."""
+        return f"{self} of" if self.high <= 1 else f"{self} times"
 
     def __str__(self) -> str:
         """Write "3" or "3 to 4.5"."""

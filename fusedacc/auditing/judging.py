@@ -82,7 +82,7 @@ class Judge:
         findings.rows.setdefault(place, {}).setdefault(row, NumberRanges()).add(update.number)
         for each in problems:
             key = each.kind, each.cause, each.location, each.parameters
-            remedy = find_remedy(each.kind, each.cause, update.site.library)
+            remedy = find_remedy(each.kind, each.cause, update.site.library, history.num_ranks)
             problem = findings.problems.setdefault(
                 key, Problem(each.kind, each.location, each.call, remedy, each.factor)
             )

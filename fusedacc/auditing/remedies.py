@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: By kind and cause: what to do in plain PyTorch.
+#: By kind and cause: what to do in plain PyTorch. With several ranks, causes with ON_RANKS come first.
+ON_RANKS = " on ranks"
 PLAIN = {
     ("lost", "cleared"): "call zero_grad() once for each update, after step(), not between micro-batches.",
     ("lost", "empty"): "call zero_grad() after step(), not before it.",
     ("lost", "other"): (
         "add each micro-batch's gradient to p.grad before step() (do not assign it), and clear p.grad only "
         "after step()."
+    ),
+    ("lost", "other on ranks"): (
+        "let the last micro-batch of each update reduce the gradients of all: leave no_sync() before it "
+        "(DDP), or call set_requires_gradient_sync(True) before it (FSDP2)."
     ),
     ("double", "twice"): "call backward() once for each loss.",
     ("double", "part"): (
@@ -23,6 +28,9 @@ PLAIN = {
     ("double", "weights"): "add the gradient of each micro-batch once.",
     ("scale", "not divided"): (
         "divide each loss by the number of micro-batches in its update: (loss / k).backward()"
+    ),
+    ("scale", "not divided on ranks"): (
+        "divide each loss by the number of micro-batches on one rank: (loss / k).backward()"
     ),
     ("scale", "multiplied"): "divide each loss by the number of micro-batches; do not multiply by it.",
     ("scale", "divided twice"): (
@@ -45,8 +53,8 @@ PLAIN = {
         "number, then call step() and zero_grad()."
     ),
     ("scale", "divisor"): (
-        "divide by the number of micro-batches between two calls of step(), or call step() after as many as "
-        "you divide by."
+        "call step() only after as many micro-batches as you divide by, or divide by the number between two "
+        "calls of step()."
     ),
     ("scale", "samples"): "divide by the number of samples that the update really holds.",
     ("scale", "tokens"): (
@@ -73,6 +81,10 @@ PLAIN = {
     ("uneven", "factors"): (
         "multiply or divide all losses of an update by the same number. With a GradScaler, call "
         "scaler.update() only after step()."
+    ),
+    ("uneven", "factors on ranks"): (
+        "multiply or divide all losses of an update by the same number on all ranks: all-reduce a number of "
+        "tokens before you divide by it."
     ),
     ("uneven", "clipped"): "clip once for each update, after its last backward() and before step().",
     ("uneven", "weights"): (
@@ -130,6 +142,9 @@ _FULL_WINDOWS_IN_LIGHTNING = (
 _FULL_WINDOWS_IN_KERAS = (
     "train for a number of steps in each epoch that is a multiple of gradient_accumulation_steps."
 )
+_BATCHES_OF_ONE_SIZE = (
+    "use a number of samples that is a multiple of batch_size, so that all batches are full."
+)
 _LIGHTNING = Framework(
     "Lightning",
     {
@@ -160,6 +175,11 @@ FRAMEWORKS = {
             ("scale", "not full"): _DATA_SET_WITH_LENGTH,
             ("scale", "left over"): _DATA_SET_WITH_LENGTH,
             ("scale", "unlike others"): _DATA_SET_WITH_LENGTH,
+            ("uneven", "factors"): _DATA_SET_WITH_LENGTH,
+            ("uneven", "means"): (
+                "let the model divide its sum over tokens by num_items_in_batch, which the Trainer passes to "
+                "forward()."
+            ),
         },
     ),
     "lightning": _LIGHTNING,
@@ -173,7 +193,9 @@ FRAMEWORKS = {
         {
             ("scale", "not full"): _FULL_WINDOWS_IN_KERAS,
             ("scale", "left over"): _FULL_WINDOWS_IN_KERAS,
-            ("lost", "other"): _FULL_WINDOWS_IN_KERAS,
+            ("uneven", "means"): _BATCHES_OF_ONE_SIZE,
+            ("uneven", "factors"): _BATCHES_OF_ONE_SIZE,
+            ("lost", "cleared"): "let each micro-batch give a gradient to all layers.",
         },
     ),
     "fusedacc": Framework(
@@ -191,15 +213,18 @@ FRAMEWORKS = {
 }
 
 
-def find_remedy(kind: str, cause: str, library: str) -> str:
+def find_remedy(kind: str, cause: str, library: str, num_ranks: int) -> str:
     """Return what to do, as "To mend it: ..." or "To mend it in Lightning: ...".
 
     Args:
         kind: one of `records.KINDS`.
         cause: what has caused it.
         library: the package that calls step() for the script; empty: the script calls it itself.
+        num_ranks: ranks whose micro-batches are put together.
     """
     framework = FRAMEWORKS.get(library)
     if framework is not None and (kind, cause) in framework.remedies:
         return f"To mend it in {framework.name}: {framework.remedies[kind, cause]}"
+    if num_ranks > 1 and (kind, cause + ON_RANKS) in PLAIN:
+        cause += ON_RANKS
     return f"To mend it: {PLAIN[kind, cause]}"

@@ -158,10 +158,10 @@ class _Sum:
     def _loss_scale(self) -> Verdict | None:
         scales = {each.scale for each in self.passes} - {1.0}
         if any(is_close(self.total, self.target * scale) for scale in scales):
-            text = "the loss scale is not removed: the gradient is {fraction} times what it should be"
+            text = "the loss scale is not removed: the gradient is {fraction.as_factor} what it should be"
             return _scale("loss scale", text, self.total)
         if any(is_close(self.total * scale, self.target) for scale in scales):
-            text = "the gradient is {fraction} of what it should be: the loss scale is removed twice"
+            text = "the gradient is {fraction.as_factor} what it should be: the loss scale is removed twice"
             return _scale("loss scale twice", text, self.total)
         return None
 
@@ -178,7 +178,7 @@ class _Sum:
             return None
         text = (
             f"the update holds {plural(self.count, 'micro-batch')} instead of {others.length}, but each loss "
-            "is divided as in the other updates, so the gradient is {fraction} of what it should be"
+            "is divided as in the other updates, so the gradient is {fraction.as_factor} what it should be"
         )
         cause = "not full" if self.count < others.length else "left over"
         return _scale(cause, text, self.total / usual)
@@ -193,7 +193,7 @@ class _Sum:
             if is_whole and divisor not in right and explains:
                 text = (
                     f"each loss is divided by {divisor:g}, but the update holds {self._micro_batches()}, so "
-                    "its gradient is {fraction} of their mean"
+                    "the gradient is {fraction.as_factor} what it should be"
                 )
                 return _scale("divisor", text, self.factor)
         return None
@@ -209,8 +209,8 @@ class _Sum:
         if len(rates) < 2 or not are_steady(rates, 0.001) or are_steady(self.others.totals):
             return None
         text = (
-            "each sample counts {rate}, however many samples the update holds, so the gradient is {fraction} "
-            "of their mean"
+            "each sample counts {rate}, however many samples the update holds, so the gradient is "
+            "{fraction.as_factor} what it should be"
         )
         return _scale("samples", text, self.factor, rate=self.total / self.tokens)
 
@@ -252,7 +252,7 @@ class _Sum:
         """Write the number of micro-batches, how many each rank has, and whether the update has others."""
         text = plural(self.count, "micro-batch")
         if not self.is_all:
-            return f"{text} (those of {self.passes[0].site.line})"
+            return f"{text} (those of {format_sites([self.passes[0].site.line])})"
         if self.ranks > 1 and self.count % self.ranks == 0:
             text += f" ({self.count // self.ranks} on each of {self.ranks} ranks)"
         return text
@@ -288,7 +288,7 @@ class _Sum:
         if is_sum and not are_steady(others.factors, 0.002) and not are_steady(others.full, 0.002):
             text = (
                 "the losses are divided by {times} times the number of their samples or tokens, so the "
-                "gradient is {fraction} of what it should be"
+                "gradient is {fraction.as_factor} what it should be"
             )
             verdict = _scale("tokens", text, self.factor)
             verdict.amounts["times"] = Amount.of(format_number, 1 / total)

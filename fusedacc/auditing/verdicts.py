@@ -214,8 +214,12 @@ def positions(passes: list[BackwardPass], chosen: list[int]) -> str:
         found.setdefault(rank, NumberRanges()).add(by_rank[rank].index(passes[i]) + 1)
     if len(by_rank) == 1:
         numbers = next(iter(found.values()))
-        return f"number{'s' * (len(numbers) > 1)} {numbers}"
-    return "; ".join(f"number {numbers} of rank {rank}" for rank, numbers in list(found.items())[:3])
+        return _numbers(numbers)
+    return "; ".join(f"{_numbers(numbers)} of rank {rank}" for rank, numbers in list(found.items())[:3])
+
+
+def _numbers(numbers: NumberRanges) -> str:
+    return f"number{'s' * (len(numbers) > 1)} {numbers}"
 
 
 # Micro-batches, samples or tokens that count more than others
@@ -260,20 +264,20 @@ def _judge_group(
             )
             return
         text = (
-            "mean of means: all micro-batches count the same (see the table), but each is a mean over {sizes} "
-            "samples or tokens. So one sample or token counts up to {times.most} times as much as another in "
-            "the same update"
+            "mean of means: all micro-batches count the same (see the table), but each is a mean over "
+            "{sizes} samples or tokens. So one sample or token counts up to {times.most} times as much as "
+            "another in the same update"
         )
-        cause = "means on ranks" if expectations.num_ranks > 1 else "means"
         amounts["sizes"] = Amount.of(format_count, min(counts), max(counts))
-        update.add_problem("uneven", cause, text, at=passes[0], factor=times, amounts=amounts)
+        update.add_problem("uneven", "means", text, at=passes[0], factor=times, amounts=amounts)
     elif weights_are_equal:
         factors = [loss.factor for loss in losses]
         text = (
-            "the losses of an update are multiplied by different numbers ({factors}). So one sample or token "
-            "counts up to {times.most} times as much as another in the same update"
+            "the losses of an update are multiplied by different numbers, the largest up to {spread.most} "
+            "times the smallest. So one sample or token counts up to {times.most} times as much as another "
+            "in the same update"
         )
-        amounts["factors"] = Amount.of(format_number, min(factors), max(factors))
+        amounts["spread"] = Amount.of(format_number, max(factors) / min(factors))
         update.add_problem("uneven", "factors", text, at=passes[0], factor=times, amounts=amounts)
     elif clipped:
         update.is_vague = True
