@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +20,7 @@ VERSION = 1
 #: Rows of the table, problems and notes that the text shows.
 MAX_ROWS, MAX_PROBLEMS, MAX_NOTES = 10, 6, 5
 #: Width of a column with weights.
-MAX_WEIGHTS_WIDTH = 44
+MAX_WEIGHTS_WIDTH = 60
 
 LEGEND = (
     "A micro-batch is one backward pass. Its weight says how much its loss counts in an update: 1/4 each is "
@@ -108,7 +109,7 @@ class Report:
         lines = [f"{updates:{first}}  micro-batches  {'weight of each':{second}}  {sums}"]
         shown = rows[:6] + rows[-3:] if len(rows) > MAX_ROWS else rows
         for label, row in shown:
-            weights = row.weights[:MAX_WEIGHTS_WIDTH]
+            weights = textwrap.shorten(row.weights, MAX_WEIGHTS_WIDTH, placeholder=" ...")
             cells = f"{label:{first}}", f"{row.micro_batches:<13}", f"{weights:{second}}"
             lines.append("  ".join([*cells, f"{row.total:{third}}", row.verdict]).rstrip())
         if len(rows) > MAX_ROWS:

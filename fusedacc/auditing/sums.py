@@ -177,7 +177,7 @@ class _Sum:
         ):
             return None
         text = (
-            f"the update holds {plural(self.count, 'micro-batch')} instead of {others.length}, but each loss "
+            f"the update holds {self._micro_batches()} instead of {others.length}, but each loss "
             "is divided as in the other updates, so the gradient is {fraction.as_factor} what it should be"
         )
         cause = "not full" if self.count < others.length else "left over"
@@ -251,7 +251,7 @@ class _Sum:
     def _micro_batches(self) -> str:
         """Write the number of micro-batches, how many each rank has, and whether the update has others."""
         text = plural(self.count, "micro-batch")
-        if not self.is_all:
+        if not self.is_all and self.passes[0].site.line:
             return f"{text} (those of {format_sites([self.passes[0].site.line])})"
         if self.ranks > 1 and self.count % self.ranks == 0:
             text += f" ({self.count // self.ranks} on each of {self.ranks} ranks)"

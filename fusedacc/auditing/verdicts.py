@@ -180,8 +180,8 @@ def _judge_lost(update: Update) -> None:
         if len(lost) < len(passes) / 2:
             text += f" (lost: {positions(passes, update.lost)})"
         if cleared:
-            gradients = "its gradient" if len(lost) == 1 else f"the gradients of the other {len(lost)}"
-            text += f": zero_grad() at {cleared} clears {gradients}"
+            gradients = "other gradient" if len(lost) == 1 else f"other {len(lost)} gradients"
+            text += f": zero_grad() at {cleared} clears the {gradients}"
         cause = "cleared" if cleared else "other"
         update.add_problem("lost", cause, text, factor=len(counting) / len(passes))
     elif update.apart > RANKS_APART:
@@ -277,7 +277,7 @@ def _judge_group(
             "times the smallest. So one sample or token counts up to {times.most} times as much as another "
             "in the same update"
         )
-        amounts["spread"] = Amount.of(format_number, max(factors) / min(factors))
+        amounts["spread"] = Amount.of(format_number, max(factors) / max(min(factors), 1e-300))
         update.add_problem("uneven", "factors", text, at=passes[0], factor=times, amounts=amounts)
     elif clipped:
         update.is_vague = True

@@ -667,14 +667,10 @@ def find_repetitions(update: Update) -> dict[int, BackwardPass]:
     if contained:
         number, count = contained.most_common(1)[0]
         times = float(count + 1)
-        update.add_problem(
-            "double",
-            "part",
-            "a loss that went through backward() is part of a later loss, so it counts {times.most} times",
-            at=originals[number],
-            factor=times,
-            amounts={"times": Amount.of(format_count, times)},
-        )
+        text = "a loss that went through backward() is part of a later loss, so it counts up to {times.most} "
+        text += "times"
+        amounts = {"times": Amount.of(format_count, times)}
+        update.add_problem("double", "part", text, at=originals[number], factor=times, amounts=amounts)
     return originals
 
 

@@ -46,7 +46,7 @@ def test_the_report_of_a_fault_names_cause_factor_line_and_remedy():
     problem = problem[problem.index("PROBLEM lost:") :]
     assert re.sub(r"py:\d+", "py:7", problem) == (
         "PROBLEM lost: updates 1-6: only 1 of 4 micro-batches reaches the optimizer: zero_grad() at "
-        "plain_loops.py:7 clears the gradients of the other 3\n"
+        "plain_loops.py:7 clears the other 3 gradients\n"
         "    Where: step() at plain_loops.py:7\n"
         "    To mend it: call zero_grad() once for each update, after step(), not between micro-batches.\n\n"
         "1 problem found. It may hide other problems of the same updates: mend it, then audit again."
@@ -140,8 +140,8 @@ def problem_lines(report):
 def test_updates_with_different_facts_have_sentences_of_their_own():
     report = audited(lambda: windows_with_zero_grad_each([4, 4, 2, 4]))
     cleared = "zero_grad() at test_report.py:7 clears"
-    first = f"only 1 of 4 micro-batches reaches the optimizer: {cleared} the gradients of the other 3"
-    second = f"only 1 of 2 micro-batches reaches the optimizer: {cleared} its gradient"
+    first = f"only 1 of 4 micro-batches reaches the optimizer: {cleared} the other 3 gradients"
+    second = f"only 1 of 2 micro-batches reaches the optimizer: {cleared} the other gradient"
     assert problem_lines(report)[:3] == [
         f"PROBLEM lost: updates 1-2, 4: {first}",
         f"    update 3: {second}",
