@@ -30,7 +30,9 @@ class CallSite(NamedTuple):
     library: str
 
     def describe(self, function: str) -> str:
-        """Say where a function is called: "step() at train.py:139"."""
+        """Say where a function is called: "step() at train.py:139". Empty without a line."""
+        if not self.line:
+            return ""
         if self.library:
             return f"{function} in {self.library}, called from {self.line}"
         return f"{function} at {self.line}"

@@ -45,7 +45,7 @@ class BackwardPass:
         num_hooked: leaves whose gradient hooks of the script have changed.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
-        cleared: the line that cleared gradients after this pass.
+        cleared: the call that cleared gradients after this pass, such as "zero_grad() at train.py:139".
         clipped: the line that clipped gradients after this pass.
         is_counted: whether an update counts it.
         excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "other" (no

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: By kind and cause: what to do in plain PyTorch. With several ranks, causes with ON_RANKS come first.
+_REDUCE_AT_THE_LAST = (
+    "let the last micro-batch of each update reduce the gradients of all: leave no_sync() before it (DDP), "
+    "or call set_requires_gradient_sync(True) before it (FSDP2)."
+)
+#: Causes that end so have a remedy of their own if there are several ranks.
 ON_RANKS = " on ranks"
+#: By kind and cause: what to do in plain PyTorch.
 PLAIN = {
     ("lost", "cleared"): "call zero_grad() once for each update, after step(), not between micro-batches.",
     ("lost", "empty"): "call zero_grad() after step(), not before it.",
@@ -16,10 +21,7 @@ PLAIN = {
         "add each micro-batch's gradient to p.grad before step() (do not assign it), and clear p.grad only "
         "after step()."
     ),
-    ("lost", "other on ranks"): (
-        "let the last micro-batch of each update reduce the gradients of all: leave no_sync() before it "
-        "(DDP), or call set_requires_gradient_sync(True) before it (FSDP2)."
-    ),
+    ("lost", "other on ranks"): _REDUCE_AT_THE_LAST,
     ("double", "twice"): "call backward() once for each loss.",
     ("double", "part"): (
         "call backward() for each loss, or once for their sum, not both. To log a sum, add numbers: "
@@ -100,6 +102,7 @@ PLAIN = {
         "evaluate inside torch.no_grad(), without backward(), or call zero_grad() after the evaluation."
     ),
     ("stale", "late"): "call step() only after the gradients of all its micro-batches were added.",
+    ("stale", "late on ranks"): _REDUCE_AT_THE_LAST,
     ("ranks", "own"): (
         "let DistributedDataParallel reduce the gradients: leave no_sync() before the last micro-batch of "
         "each update. Or all-reduce p.grad before step(), and divide by the number of ranks."

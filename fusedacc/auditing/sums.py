@@ -176,9 +176,11 @@ class _Sum:
             or not is_close(self.total / usual, self.count / others.length)
         ):
             return None
+        # If full windows are wrong too, only the ratio to them is certain.
+        standard = "what it should be" if is_close(usual, self.target) else "the usual one"
         text = (
-            f"the update holds {self._micro_batches()} instead of {others.length}, but each loss "
-            "is divided as in the other updates, so the gradient is {fraction.as_factor} what it should be"
+            f"the update holds {self._micro_batches()} instead of {others.length}, but each loss is divided "
+            f"as in the other updates, so the gradient is {{fraction.as_factor}} {standard}"
         )
         cause = "not full" if self.count < others.length else "left over"
         return _scale(cause, text, self.total / usual)
@@ -240,7 +242,7 @@ class _Sum:
             by_ranks = is_close(self.total * ranks, self.target) and ranks > 1
             by = ", by the number of ranks too" if by_ranks else ""
             cleared = format_sites(each.cleared for each in self.passes[:-1])
-            unless = f", or zero_grad() at {cleared} clears all but one" if cleared else ""
+            unless = f", or {cleared} clears all but one" if cleared else ""
             text = (
                 f"the gradient is {{fraction}} of the mean of {batches}: something divides twice{by}{unless}"
             )

@@ -130,7 +130,7 @@ def _judge_empty(update: Update) -> None:
     text = "step() finds no gradient, so no micro-batch reaches the optimizer"
     cleared = format_sites(each.cleared for each in update.passes)
     if cleared:
-        text += f": zero_grad() at {cleared} clears all gradients"
+        text += f": {cleared} clears all gradients"
     update.add_problem("lost", "empty" if cleared else "other", text, factor=0.0)
 
 
@@ -181,7 +181,7 @@ def _judge_lost(update: Update) -> None:
             text += f" (lost: {positions(passes, update.lost)})"
         if cleared:
             gradients = "other gradient" if len(lost) == 1 else f"other {len(lost)} gradients"
-            text += f": zero_grad() at {cleared} clears the {gradients}"
+            text += f": {cleared} clears the {gradients}"
         cause = "cleared" if cleared else "other"
         update.add_problem("lost", cause, text, factor=len(counting) / len(passes))
     elif update.apart > RANKS_APART:

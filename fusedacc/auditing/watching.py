@@ -323,9 +323,9 @@ class Watcher:
 
     @guarded
     def _note_cleared(self, are_written: bool) -> None:
-        line = call_site().line
+        call = call_site().describe("zero_grad()")
         for each in self.history.passes_since(max(self.history.window_starts.values(), default=0)):
-            each.cleared = each.cleared or line
+            each.cleared = each.cleared or call
             if are_written:  # code that is no optimizer has changed the parameters, as SAM does
                 each.excused = "used"
 

@@ -72,7 +72,7 @@ def format_names(names: Sequence[str]) -> str:
 
 
 def format_sites(sites: Iterable[str]) -> str:
-    """Write lines of the script, without repetitions, for a text with "{name}" for amounts."""
+    """Write lines or calls of the script, without repetitions, for a text with "{name}" for amounts."""
     return ", ".join(sorted({*sites} - {""})).replace("{", "{{").replace("}", "}}")
 
 
