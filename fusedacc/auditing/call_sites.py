@@ -22,27 +22,39 @@ class CallSite(NamedTuple):
     Attributes:
         line: "train.py:139"; empty if only libraries are on the stack.
         place: a number for the call. Two calls on one line differ.
+        library: the package that the line calls, which calls torch. Empty: the line calls torch itself.
     """
 
     line: str
     place: int
+    library: str
+
+    def describe(self, function: str) -> str:
+        """Say where a function is called: "step() at train.py:139". Empty without a line."""
+        if not self.line:
+            return ""
+        if self.library:
+            return f"{function} in {self.library}, called from {self.line}"
+        return f"{function} at {self.line}"
 
 
 def call_site() -> CallSite:
     """Return the innermost call of the script: of a file that is in no library."""
     frame = inspect.currentframe()
     calls: list[str] = []
-    line = ""
+    line = library = ""
     while frame is not None and not line:
         file = inspect.getfile(frame)
         if not _is_torch_or_auditing(file):
             is_library = _is_library(file)
             if not calls or not is_library:
                 calls.append(f"{file}:{frame.f_lasti}")
-            if not is_library:
+            if is_library:
+                library = _package(file) or library
+            else:
                 line = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
-    return CallSite(line, zlib.crc32(" ".join(calls).encode()))
+    return CallSite(line, zlib.crc32(" ".join(calls).encode()), library)
 
 
 @functools.cache
@@ -53,3 +65,12 @@ def _is_torch_or_auditing(file: str) -> bool:
 @functools.cache
 def _is_library(file: str) -> bool:
     return file.startswith((_STANDARD_LIBRARY, _FUSEDACC, "<frozen")) or "site-packages" in file
+
+
+@functools.cache
+def _package(file: str) -> str:
+    """Return the name of an installed package, or an empty string."""
+    if file.startswith(_FUSEDACC):
+        return "fusedacc"
+    _, _, path = file.rpartition("site-packages" + os.sep)
+    return path.partition(os.sep)[0] if "site-packages" in file else ""

@@ -8,7 +8,52 @@ from typing import NamedTuple
 
 import torch
 
+from .amounts import Amount
 from .number_ranges import NumberRanges
+from .records import ProblemOfUpdate
+
+#: Different sentences of a problem that are kept. Updates with yet others share `OTHERS`.
+MAX_SENTENCES = 3
+OTHERS = "the same with other numbers (see the table)"
+
+
+@dataclass(eq=False)
+class Sentence:
+    """A sentence of a problem, which is true of all updates that it names.
+
+    Attributes:
+        text: with "{name}" for each amount, and for the names of parameters.
+        amounts: their smallest and largest values in these updates.
+        parameters: the names of those that it is about.
+        updates: by the optimizer's place in the report: numbers of the updates.
+    """
+
+    text: str
+    amounts: dict[str, Amount]
+    parameters: str
+    updates: dict[int, NumberRanges] = field(default_factory=dict)
+
+    def include(self, problem: ProblemOfUpdate, optimizer: int, update: int) -> None:
+        """Add an update with this sentence."""
+        for name, amount in self.amounts.items():
+            amount.include(problem.amounts[name])
+        self.updates.setdefault(optimizer, NumberRanges()).add(update)
+
+    def describe_updates(self, with_optimizers: bool = False) -> str:
+        """Write "updates 1-6", or "updates 1-6 of optimizer 2"."""
+        optimizers: dict[str, list[str]] = {}
+        for place, numbers in sorted(self.updates.items()):
+            word = "updates" if len(numbers) > 1 else "update"
+            optimizers.setdefault(f"{word} {numbers}", []).append(str(place + 1))
+        if not with_optimizers:
+            return ", ".join(optimizers)
+        return ", ".join(
+            f"{updates} of optimizer{'s' * (len(places) > 1)} {', '.join(places)}"
+            for updates, places in optimizers.items()
+        )
+
+    def __str__(self) -> str:
+        return self.text.format(parameters=self.parameters, **self.amounts)
 
 
 @dataclass(eq=False)
@@ -17,25 +62,61 @@ class Problem:
 
     Attributes:
         kind: one of `records.KINDS`.
-        text: what is wrong.
         location: the line of the script; empty: only libraries are on the stack.
-        factor: by which the gradient is wrong ("scale"), one token counts more than another ("uneven"), a
-            micro-batch or the last update counts ("double", "stale"), parameters count ("parameters"); the
-            share of the micro-batches that reach the optimizer ("lost"). None: there is no one number.
-        updates: numbers of the updates.
-        optimizers: places of their optimizers in the report.
+        call: what the line calls, such as "step() at train.py:139".
+        remedy: what to do about it.
+        factor: of the first update: by which the gradient is wrong ("scale"), one token counts more than
+            another ("uneven"), a micro-batch or the last update counts ("double", "stale"), parameters count
+            ("parameters"); the share of the micro-batches that reach the optimizer ("lost"). None: there is
+            no one number.
+        sentences: what is wrong, by their texts, which differ if updates have different facts.
     """
 
     kind: str
-    text: str
     location: str
+    call: str
+    remedy: str
     factor: float | None
-    updates: NumberRanges = field(default_factory=NumberRanges)
-    optimizers: set[int] = field(default_factory=set)
+    sentences: dict[str, Sentence] = field(default_factory=dict)
+
+    def include(self, problem: ProblemOfUpdate, optimizer: int, update: int) -> None:
+        """Add an update that has the problem."""
+        text, amounts = problem.text, problem.amounts
+        if text not in self.sentences and len(self.sentences) >= MAX_SENTENCES:
+            text, amounts = OTHERS, {}
+        sentence = self.sentences.setdefault(text, Sentence(text, dict(amounts), problem.parameters))
+        sentence.include(problem, optimizer, update)
+
+    @property
+    def text(self) -> str:
+        """What is wrong. If updates have different facts, it names the updates of all but the first."""
+        first, *others = self.sentences.values()
+        return str(first) + "".join(f" ({each.describe_updates()}: {each})" for each in others)
+
+    @property
+    def updates(self) -> list[int]:
+        """The numbers of all updates that have the problem."""
+        return sorted({number for each in self._ranges() for number in each})
+
+    @property
+    def optimizers(self) -> list[int]:
+        """The places of their optimizers in the report."""
+        return sorted({place for each in self.sentences.values() for place in each.updates})
+
+    def _ranges(self) -> list[NumberRanges]:
+        return [numbers for each in self.sentences.values() for numbers in each.updates.values()]
+
+    def describe(self, with_optimizers: bool = False) -> str:
+        """Write the problem as lines: what is wrong in which updates, where, and what to do."""
+        first, *others = (
+            f"{each.describe_updates(with_optimizers)}: {each}" for each in self.sentences.values()
+        )
+        lines = [f"PROBLEM {self.kind}: {first}", *others]
+        lines += [f"Where: {self.call}"] if self.location else []
+        return "\n    ".join([*lines, self.remedy])
 
     def __str__(self) -> str:
-        updates = "updates" if len(self.updates) > 1 else "update"
-        return f"{updates} {self.updates}: {self.text}" + (f" [{self.location}]" if self.location else "")
+        return self.describe()
 
 
 class Row(NamedTuple):
@@ -52,17 +133,18 @@ class Findings:
     """What the verdicts have found so far.
 
     Attributes:
-        problems: by kind, location and cause.
+        problems: by kind, cause, location and parameters.
         rows: by the optimizer's place in the report: the rows of the table, and their updates.
         places: places whose backward passes reach an update.
         unchecked: numbers of updates that could not be checked.
         checked, updates, micro_batches: how many.
         excused: by reason: passes that need not count.
         rest: by dtype: the largest part of a gradient that is no sum of those of micro-batches.
+        hides_problems: whether a problem of an update leaves other kinds of problems of it unchecked.
         has_unknown_loss: whether a loss did not show by what it is divided.
     """
 
-    problems: dict[tuple[str, str, str], Problem] = field(default_factory=dict)
+    problems: dict[tuple[str, ...], Problem] = field(default_factory=dict)
     rows: dict[int, dict[Row, NumberRanges]] = field(default_factory=dict)
     places: set[int] = field(default_factory=set)
     unchecked: NumberRanges = field(default_factory=NumberRanges)
@@ -71,4 +153,5 @@ class Findings:
     micro_batches: int = 0
     excused: Counter[str] = field(default_factory=Counter)
     rest: dict[torch.dtype, float] = field(default_factory=dict)
+    hides_problems: bool = False
     has_unknown_loss: bool = False

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from .findings import Findings, Problem, Row
 from .number_ranges import NumberRanges
 from .records import BackwardPass, History, Update
+from .remedies import find_remedy
 from .report_rows import describe_weights
-from .sums import judge_sums
+from .sums import TELL_ENOUGH, judge_sums
 from .verdicts import Expectations, judge_update
 from .wording import NEGLIGIBLE, plural
 
 #: After so many updates the older half is judged and forgotten, so that memory stays flat.
 BLOCK = 512
+
+#: With problems of these kinds, an update is not checked for all others.
+HIDING = TELL_ENOUGH | {"double"}
 
 #: What is said of passes that need not count.
 EXCUSES = {
@@ -77,12 +81,13 @@ class Judge:
         row = Row(len(update.passes), *describe_weights(update), verdict)
         findings.rows.setdefault(place, {}).setdefault(row, NumberRanges()).add(update.number)
         for each in problems:
-            key = each.kind, each.location, each.cause
+            key = each.kind, each.cause, each.location, each.parameters
+            remedy = find_remedy(each.kind, each.cause, update.site.library, history.num_ranks)
             problem = findings.problems.setdefault(
-                key, Problem(each.kind, each.text, each.location, each.factor)
+                key, Problem(each.kind, each.location, each.call, remedy, each.factor)
             )
-            problem.updates.add(update.number)
-            problem.optimizers.add(place)
+            problem.include(each, place, update.number)
+        findings.hides_problems |= update.is_vague or any(each.kind in HIDING for each in update.problems)
         if not update.is_checked:
             findings.unchecked.add(update.number)
             return

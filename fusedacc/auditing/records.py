@@ -9,11 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .amounts import Amount
+from .call_sites import CallSite
 from .loss import Loss
 from .sketch_sets import SketchSet
 
 #: Kinds of problems. They are part of the JSON's schema.
 KINDS = ("lost", "double", "scale", "uneven", "stale", "ranks", "parameters", "count")
+
+#: What runs a backward pass, by `BackwardPass.how`.
+FUNCTIONS = {"backward": "backward()", "grad": "torch.autograd.grad()", "other": "a backward pass"}
 
 #: Different notes that are kept.
 MAX_NOTES = 100
@@ -27,8 +32,7 @@ class BackwardPass:
         number: counts all passes of this process from 0.
         how: "backward", "grad" (`torch.autograd.grad`), or "other" (the engine was called in another way).
         loss: what the loss's graph says.
-        line: the line that calls `backward()`, such as "train.py:139".
-        place: a number for this call. Losses of one place are of one kind.
+        site: the call of `backward()`. Losses of one place are of one kind.
         sketches: of its gradients, by the leaf's number, until no optimizer can use the pass any more.
         repeats: number of an earlier pass of the same loss.
         contains: numbers of earlier passes whose losses are part of this one.
@@ -41,7 +45,7 @@ class BackwardPass:
         num_hooked: leaves whose gradient hooks of the script have changed.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
-        cleared: the line that cleared gradients after this pass.
+        cleared: the call that cleared gradients after this pass, such as "zero_grad() at train.py:139".
         clipped: the line that clipped gradients after this pass.
         is_counted: whether an update counts it.
         excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "other" (no
@@ -52,8 +56,7 @@ class BackwardPass:
     number: int
     how: Literal["backward", "grad", "other"]
     loss: Loss
-    line: str
-    place: int
+    site: CallSite
     sketches: SketchSet
     repeats: int | None = None
     contains: tuple[int, ...] = ()
@@ -72,23 +75,34 @@ class BackwardPass:
     excused: str = ""
     is_listed: bool = False
 
+    @property
+    def place(self) -> int:
+        """The number of the call of `backward()`."""
+        return self.site.place
+
 
 class ProblemOfUpdate(NamedTuple):
     """Something wrong in one update.
 
     Attributes:
         kind: one of `KINDS`.
-        text: what is wrong.
+        cause: a cause that `remedies.py` knows.
+        text: what is wrong. "{name}" stands for an amount, or for `parameters`.
+        amounts: numbers that may differ in other updates with the same problem.
         location: the line of the script.
+        call: what the line calls, such as "step() at train.py:139".
         factor: by how much; None: there is no one number.
-        cause: tells it from others of its kind at this line.
+        parameters: the names of those that it is about; empty: of all.
     """
 
     kind: str
-    text: str
-    location: str
-    factor: float | None
     cause: str
+    text: str
+    amounts: dict[str, Amount]
+    location: str
+    call: str
+    factor: float | None
+    parameters: str
 
 
 @dataclass(eq=False)
@@ -135,7 +149,7 @@ class Update:
     Attributes:
         optimizer: the optimizer's number.
         passes: the backward passes of its window.
-        line: the line that calls `step()`.
+        site: the call of `step()`.
         dtype: the least precise dtype of gradients and sums.
         is_sharded: whether the gradients are shards, as with FSDP2.
         clipped: the factor of `clip_grad_norm_`.
@@ -161,7 +175,7 @@ class Update:
 
     optimizer: int
     passes: list[BackwardPass]
-    line: str
+    site: CallSite
     dtype: torch.dtype = torch.float32
     is_sharded: bool = False
     clipped: float = 1.0
@@ -187,10 +201,34 @@ class Update:
     notes: list[str] = field(default_factory=list)
 
     def add_problem(
-        self, kind: str, text: str, location: str = "", factor: float | None = None, cause: str = ""
+        self,
+        kind: str,
+        cause: str,
+        text: str,
+        *,
+        at: BackwardPass | None = None,
+        factor: float | None = None,
+        parameters: str = "",
+        amounts: dict[str, Amount] | None = None,
     ) -> None:
-        """Add a problem. Without a location it is at `step()`."""
-        self.problems.append(ProblemOfUpdate(kind, text, location or self.line, factor, cause))
+        """Add a problem.
+
+        Args:
+            kind: one of `KINDS`.
+            cause: a cause that `remedies.py` knows.
+            text: what is wrong, with "{name}" for each amount and for `parameters`.
+            at: the backward pass that has the problem. Without it, the problem is at `step()`.
+            factor: by how much.
+            parameters: the names of those that it is about.
+            amounts: numbers in the text that may differ from update to update.
+        """
+        if at is not None and at.site.line:
+            location, call = at.site.line, at.site.describe(FUNCTIONS[at.how])
+        else:
+            location, call = self.site.line, self.site.describe("step()")
+        self.problems.append(
+            ProblemOfUpdate(kind, cause, text, amounts or {}, location, call, factor, parameters)
+        )
 
 
 class History:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,14 +13,19 @@ import torch
 from .findings import Findings, Problem, Row
 from .number_ranges import NumberRanges
 from .records import History
-from .sums import TELL_ENOUGH
+from .wording import format_fraction, is_close
 
 #: The version of the JSON's schema.
 VERSION = 1
 #: Rows of the table, problems and notes that the text shows.
 MAX_ROWS, MAX_PROBLEMS, MAX_NOTES = 10, 6, 5
 #: Width of a column with weights.
-MAX_WEIGHTS_WIDTH = 44
+MAX_WEIGHTS_WIDTH = 60
+
+LEGEND = (
+    "A micro-batch is one backward pass. Its weight says how much its loss counts in an update: 1/4 each is "
+    "the mean of 4."
+)
 
 UNKNOWN_LOSS = (
     "some losses do not show by what they are divided (compiled, or unusual): only whether micro-batches "
@@ -37,6 +44,7 @@ class Report:
         findings: of all updates.
         problems: what is wrong.
         rounding: by 16-bit dtype: the largest relative error of its sums.
+        scale: what the weights of a window should add up to, if the user has said it.
         audit_seconds, total_seconds: time of the audit, and of the script with it.
     """
 
@@ -46,17 +54,21 @@ class Report:
     findings: Findings
     problems: list[Problem]
     rounding: dict[str, float]
+    scale: float | None
     audit_seconds: float
     total_seconds: float
 
     def as_text(self) -> str:
-        """Return about 25 lines at most."""
-        lines = [f"Gradient accumulation of {self.title}: {', '.join(self._facts())}", ""]
-        lines += self._table()
-        lines += [f"PROBLEM {problem.kind}: {problem}" for problem in self.problems[:MAX_PROBLEMS]]
+        """Return about 45 lines at most."""
+        lines = [f"Gradient accumulation of {self.title}: {', '.join(self._facts())}"]
+        table = self._table()
+        lines += [LEGEND, "", *table] if table else [""]
+        with_optimizers = len(self._groups()) > 1
+        for problem in self.problems[:MAX_PROBLEMS]:
+            lines += [problem.describe(with_optimizers), ""]
         more = len(self.problems) - MAX_PROBLEMS
         if more > 0:
-            lines.append(f"({more} more problems)")
+            lines.append(f"({more} more problems, which --json lists)")
         lines += [
             f"note rounding: {dtype} sums change the gradients by up to {error:.2%}"
             for dtype, error in self.rounding.items()
@@ -78,8 +90,10 @@ class Report:
         text = verdict.get(self.status, "Nothing could be checked.")
         if self.status == 2 and self.findings.checked:
             text = "The audit is not complete."
-        if any(problem.kind in TELL_ENOUGH for problem in self.problems):
-            text += " Other problems of the same updates may be hidden: audit again after you have fixed it."
+        if self.findings.hides_problems:
+            subject = {0: "An ignored problem", 1: "It"}.get(count, "They")
+            text += f" {subject} may hide other problems of the same updates: mend"
+            text += f" {'them' if count > 1 else 'it'}, then audit again."
         return f"{text} The audit took {self.audit_seconds:.1f} of {self.total_seconds:.1f} s."
 
     def _table(self) -> list[str]:
@@ -88,20 +102,30 @@ class Report:
             return []
         first = min(max(14, *(len(label) for label, _ in rows)), MAX_WEIGHTS_WIDTH)
         second = min(max(14, *(len(row.weights) for _, row in rows)), MAX_WEIGHTS_WIDTH)
-        head = f"{'update':{first}}  micro-batches  {'weight of each':{second}}  sum"
-        if len(self._groups()) > 1:
-            head += " (optimizer)"
-        lines = [head]
+        updates = "updates (optimizer)" if len(self._groups()) > 1 else "updates"
+        first = max(first, len(updates))
+        sums = self._head_of_sums(rows)
+        third = max(len(sums), 5)
+        lines = [f"{updates:{first}}  micro-batches  {'weight of each':{second}}  {sums}"]
         shown = rows[:6] + rows[-3:] if len(rows) > MAX_ROWS else rows
         for label, row in shown:
-            weights = row.weights[:MAX_WEIGHTS_WIDTH]
-            line = (
-                f"{label:{first}}  {row.micro_batches:<13}  {weights:{second}}  {row.total:5}  {row.verdict}"
-            )
-            lines.append(line.rstrip())
+            weights = textwrap.shorten(row.weights, MAX_WEIGHTS_WIDTH, placeholder=" ...")
+            cells = f"{label:{first}}", f"{row.micro_batches:<13}", f"{weights:{second}}"
+            lines.append("  ".join([*cells, f"{row.total:{third}}", row.verdict]).rstrip())
         if len(rows) > MAX_ROWS:
             lines.insert(-3, f"... {len(rows) - 9} more rows")
         return [*lines, ""]
+
+    def _head_of_sums(self, rows: list[tuple[str, Row]]) -> str:
+        """Return the head of the column of sums. It says which sum is right, if that is certain."""
+        right = 1.0 if self.scale is None else self.scale
+        sums = [Fraction(row.total) for _, row in rows if row.verdict == "ok" and row.total]
+        # A sum that is not 1 may be right: a factor of the loss's own, or clipping by the script's own code.
+        return (
+            f"sum ({format_fraction(right)} is right)"
+            if all(is_close(float(x), right) for x in sums)
+            else "sum"
+        )
 
     def _groups(self) -> list[list[int]]:
         """Return the optimizers, those with the same rows together."""

@@ -29,7 +29,7 @@ def describe_weights(update: Update) -> tuple[str, str]:
     is_one_loss = len({each.place for each in update.passes}) == 1
     is_one_loss &= all(each.loss.parts == 1 for each in update.passes)
     total = format_fraction(sum(values)) if None not in known and is_one_loss else ""
-    return text + (" + the update before" if update.stale_weight else ""), total
+    return text + (" + the previous update" if update.stale_weight else ""), total
 
 
 def _weights(update: Update, values: list[float], errors: list[float], are_known: bool) -> str:

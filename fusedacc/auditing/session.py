@@ -211,7 +211,15 @@ class Audit(AbstractContextManager["Audit"]):
         self.status = 1 if self.problems else 2 if is_incomplete else 0
         rounding = find_rounding(findings, history)
         self._report = Report(
-            self._title, self.status, history, findings, self.problems, rounding, self.seconds, total
+            self._title,
+            self.status,
+            history,
+            findings,
+            self.problems,
+            rounding,
+            self._judge.scale,
+            self.seconds,
+            total,
         )
         self.text = self._report.as_text()
         if self._json_file:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .amounts import Amount
 from .records import Update
 from .verdicts import shares
 from .wording import TOLERANCE, are_steady, format_fraction, format_number, format_sites, is_close, plural
@@ -37,11 +38,13 @@ class Window(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a sum."""
+    """What is wrong with a sum: the arguments of `Update.add_problem`."""
 
     kind: str
+    cause: str
     text: str
     factor: float
+    amounts: dict[str, Amount]
 
 
 def judge_sums(updates: Sequence[Update], scale: float | None, num_ranks: int) -> None:
@@ -64,9 +67,9 @@ def judge_sums(updates: Sequence[Update], scale: float | None, num_ranks: int) -
         for window in windows:
             verdict = _Sum(window, others, scale).judge()
             if verdict is not None:
-                kind, text, factor = verdict
-                line = window.update.passes[window.positions[0]].line
-                window.update.add_problem(kind, text, line, factor, text.partition(" ")[0])
+                kind, cause, text, factor, amounts = verdict
+                first = window.update.passes[window.positions[0]]
+                window.update.add_problem(kind, cause, text, at=first, factor=factor, amounts=amounts)
 
 
 def _windows(update: Update) -> list[tuple[int, Window]]:
@@ -118,6 +121,7 @@ class _Sum:
         self.ranks = others.num_ranks
         # FSDP2 writes the gradients of shards, so it is unknown whether other code has changed them since.
         self.is_touched = window.update.is_touched or window.update.is_sharded
+        self.is_all = len(window.positions) == len(window.update.passes)
         self.passes = [window.update.passes[i] for i in window.positions]
         self.losses = [each.loss for each in self.passes]
         self.kind = self.losses[0].kind
@@ -153,14 +157,12 @@ class _Sum:
 
     def _loss_scale(self) -> Verdict | None:
         scales = {each.scale for each in self.passes} - {1.0}
-        fraction = format_fraction(self.total)
         if any(is_close(self.total, self.target * scale) for scale in scales):
-            return Verdict(
-                "scale", f"the loss scale {fraction} is not removed from the gradients", self.total
-            )
+            text = "the loss scale is not removed: the gradient is {fraction.as_factor} what it should be"
+            return _scale("loss scale", text, self.total)
         if any(is_close(self.total * scale, self.target) for scale in scales):
-            text = f"the gradient is {fraction} of what it should be: the loss scale is removed twice"
-            return Verdict("scale", text, self.total)
+            text = "the gradient is {fraction.as_factor} what it should be: the loss scale is removed twice"
+            return _scale("loss scale twice", text, self.total)
         return None
 
     def _partial_window(self) -> Verdict | None:
@@ -174,11 +176,14 @@ class _Sum:
             or not is_close(self.total / usual, self.count / others.length)
         ):
             return None
+        # If full windows are wrong too, only the ratio to them is certain.
+        standard = "what it should be" if is_close(usual, self.target) else "the usual one"
         text = (
-            f"it holds {plural(self.count, 'micro-batch')} instead of {others.length} but divides by the "
-            f"same number, so its gradient is {format_fraction(self.total / usual)} of what it should be"
+            f"the update holds {self._micro_batches()} instead of {others.length}, but each loss is divided "
+            f"as in the other updates, so the gradient is {{fraction.as_factor}} {standard}"
         )
-        return Verdict("scale", text, self.total / usual)
+        cause = "not full" if self.count < others.length else "left over"
+        return _scale(cause, text, self.total / usual)
 
     def _wrong_divisor(self) -> Verdict | None:
         """Find a division by a whole number that is not the number of micro-batches."""
@@ -189,10 +194,10 @@ class _Sum:
             explains = is_close(self.total * divisor, self.target * self.count)
             if is_whole and divisor not in right and explains:
                 text = (
-                    f"the loss is divided by {divisor:g}, but an update holds "
-                    f"{plural(self.count, 'micro-batch')}: {format_fraction(self.factor)} of their mean"
+                    f"each loss is divided by {divisor:g}, but the update holds {self._micro_batches()}, so "
+                    "the gradient is {fraction.as_factor} what it should be"
                 )
-                return Verdict("scale", text, self.factor)
+                return _scale("divisor", text, self.factor)
         return None
 
     def _per_sample(self) -> Verdict | None:
@@ -205,34 +210,54 @@ class _Sum:
         ]
         if len(rates) < 2 or not are_steady(rates, 0.001) or are_steady(self.others.totals):
             return None
-        rate = format_fraction(self.total / self.tokens)
-        text = f"every sample counts {rate}, however many samples an update holds"
-        return Verdict("scale", text, self.factor)
+        text = (
+            "each sample counts {rate}, however many samples the update holds, so the gradient is "
+            "{fraction.as_factor} what it should be"
+        )
+        return _scale("samples", text, self.factor, rate=self.total / self.tokens)
 
     def _multiple(self) -> Verdict | None:
         """Find a division by the number of micro-batches or ranks that is missing, or made twice."""
         count, ranks, factor = self.count, self.ranks, self.factor
         times = self._possible_multiples()
-        fraction = format_fraction(factor)
         is_of_ranks = ranks > 1 and is_close(factor, ranks) and ranks in times
         if is_of_ranks and (ranks != count // ranks or self._divisions()):
-            text = f"the ranks' gradients are added, not averaged: {fraction} times their mean"
-            return Verdict("ranks", text, factor)
-        batches = plural(count, "micro-batch")
+            text = (
+                "the ranks' gradients are added, not averaged, so the gradient is {fraction} times their mean"
+            )
+            return _scale("added", text, factor)._replace(kind="ranks")
+        batches = self._micro_batches()
         if count > 1 and is_close(factor, count * count) and count * count in times:
-            text = f"the gradient is {fraction} times the mean of {batches}: it is multiplied by their number"
-            return Verdict("scale", text, factor)
+            text = (
+                f"the gradient is {{fraction}} times the mean of {batches}: it is multiplied by their number "
+                "instead of divided"
+            )
+            return _scale("multiplied", text, factor)
         if any(is_close(self.total, self.target * multiple) for multiple in times):
-            text = f"the gradient is {fraction} times the mean of {batches}: nothing divides by their number"
-            return Verdict("scale", text, factor)
+            text = (
+                f"the gradient is {{fraction}} times the mean of {batches}: nothing divides by their number"
+            )
+            return _scale("not divided", text, factor)
         if any(is_close(self.total * multiple, self.target) for multiple in times):
             by_ranks = is_close(self.total * ranks, self.target) and ranks > 1
             by = ", by the number of ranks too" if by_ranks else ""
             cleared = format_sites(each.cleared for each in self.passes[:-1])
-            unless = f", or zero_grad() clears all but one at {cleared}" if cleared else ""
-            text = f"the gradient is {fraction} of the mean of {batches}: something divides twice{by}{unless}"
-            return Verdict("scale", text, factor)
+            unless = f", or {cleared} clears all but one" if cleared else ""
+            text = (
+                f"the gradient is {{fraction}} of the mean of {batches}: something divides twice{by}{unless}"
+            )
+            cause = "divided by ranks" if by_ranks else "divided or cleared" if cleared else "divided twice"
+            return _scale(cause, text, factor)
         return None
+
+    def _micro_batches(self) -> str:
+        """Write the number of micro-batches, how many each rank has, and whether the update has others."""
+        text = plural(self.count, "micro-batch")
+        if not self.is_all and self.passes[0].site.line:
+            return f"{text} (those of {format_sites([self.passes[0].site.line])})"
+        if self.ranks > 1 and self.count % self.ranks == 0:
+            text += f" ({self.count // self.ranks} on each of {self.ranks} ranks)"
+        return text
 
     def _divisions(self) -> int:
         """Return how many constants of the loss divide by the micro-batches of all ranks, or of one."""
@@ -259,18 +284,28 @@ class _Sum:
         """Compare a sum that has no simple cause with those of other updates."""
         total, usual, others = self.total, self.others.usual, self.others
         if self.scale is not None:
-            text = f"the weights add up to {format_fraction(total)} instead of {format_fraction(self.target)}"
-            return Verdict("scale", text, self.factor)
+            text = f"the weights add up to {{total}} instead of {format_fraction(self.target)}"
+            return _scale("expected", text, self.factor, total=total)
         is_sum = self.kind == "sum"
         if is_sum and not are_steady(others.factors, 0.002) and not are_steady(others.full, 0.002):
-            times = format_number(1 / total)
-            text = f"the losses are divided by {times} times the number of their samples or tokens"
-            return Verdict("scale", text, self.factor)
+            text = (
+                "the losses are divided by {times} times the number of their samples or tokens, so the "
+                "gradient is {fraction.as_factor} what it should be"
+            )
+            verdict = _scale("tokens", text, self.factor)
+            verdict.amounts["times"] = Amount.of(format_number, 1 / total)
+            return verdict
         is_even = is_close(usual, self.target)
         if not is_sum:
             is_even = are_steady(others.full) and are_steady(others.factors, 1e-6)
         if is_even and not self.is_touched and not is_close(total, usual):
-            sums = format_fraction(total), format_fraction(usual)
-            text = f"the weights add up to {sums[0]}, in most other updates to {sums[1]}"
-            return Verdict("scale", text, total / usual)
+            text = "the weights add up to {total}, in most other updates to {usual}"
+            return _scale("unlike others", text, total / usual, total=total, usual=usual)
         return None
+
+
+def _scale(cause: str, text: str, factor: float, **fractions: float) -> Verdict:
+    """Return a verdict whose text may name the factor as "{fraction}", and other fractions."""
+    fractions["fraction"] = factor
+    amounts = {name: Amount.of(format_fraction, value) for name, value in fractions.items()}
+    return Verdict("scale", cause, text, factor, amounts)

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .amounts import Amount
 from .number_ranges import NumberRanges
 from .records import BackwardPass, Update
 from .wording import (
     NEGLIGIBLE,
     STANDARD_ERRORS,
     differ,
+    format_count,
     format_fraction,
     format_names,
     format_number,
+    format_percentage,
+    format_ratio,
     format_sites,
     is_close,
+    plural,
 )
 
 #: Ranks update from different gradients if these differ by more than this share.
@@ -79,7 +84,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
         if update.rest_if_fair > max(0.01, 10 * update.rest):
             update.is_vague = True
             text = "the micro-batches do not count the same; which ones cannot be told"
-            update.add_problem("uneven", text)
+            update.add_problem("uneven", "unknown", text)
         if update.problems or len(unsure) > len(update.passes) / 2:
             return
     _note_hooks(update)
@@ -89,8 +94,11 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     _judge_stale(update)
     steps = expectations.steps
     if steps and len(update.passes) != steps * expectations.num_ranks:
-        text = f"{len(update.passes)} micro-batches instead of {steps * expectations.num_ranks}"
-        update.add_problem("count", text)
+        text = (
+            f"the update holds {plural(len(update.passes), 'micro-batch')} instead of "
+            f"{steps * expectations.num_ranks}"
+        )
+        update.add_problem("count", "steps", text)
     _judge_parameters(update)
     if not update.lost and not update.stale_weight and not update.late_weight:
         _judge_weights(update, expectations)
@@ -119,13 +127,11 @@ def _note_hooks(update: Update) -> None:
 
 def _judge_empty(update: Update) -> None:
     update.lost = list(range(len(update.passes)))
-    text = "step() finds no gradient, so no micro-batch reaches the optimizer" + _cleared_at(update.passes)
-    update.add_problem("lost", text, factor=0.0)
-
-
-def _cleared_at(passes: list[BackwardPass]) -> str:
-    sites = format_sites(each.cleared for each in passes)
-    return f"; zero_grad() clears them at {sites}" if sites else ""
+    text = "step() finds no gradient, so no micro-batch reaches the optimizer"
+    cleared = format_sites(each.cleared for each in update.passes)
+    if cleared:
+        text += f": {cleared} clears all gradients"
+    update.add_problem("lost", "empty" if cleared else "other", text, factor=0.0)
 
 
 def _clipped_at(update: Update) -> str:
@@ -154,37 +160,47 @@ def _judge_evaluation(update: Update) -> None:
     strange = [each for each in passes if each.number in update.evaluating]
     if strange:
         text = "a backward pass in evaluation mode reaches the optimizer too: nothing clears its gradient"
-        update.add_problem("stale", text, strange[0].line, cause="evaluation")
+        update.add_problem("stale", "evaluation", text, at=strange[0])
 
 
 def _judge_lost(update: Update) -> None:
     passes, counting = update.passes, _counting(update)
     lost = [passes[i] for i in update.lost]
-    clipped, cleared = _clipped_at(update), _cleared_at(lost)
+    clipped, cleared = _clipped_at(update), format_sites(each.cleared for each in lost)
     if lost and {passes[i].rank for i in counting} != {each.rank for each in passes}:
-        text = "an update uses the gradients of its own rank alone: nothing reduces them"
-        update.add_problem("ranks", text)
+        text = "each rank uses only its own gradients: nothing averages them over the ranks"
+        update.add_problem("ranks", "own", text)
     elif lost and clipped and not cleared:
         update.is_vague = True
-        update.add_problem("uneven", f"every micro-batch is clipped at {clipped}, so early ones fade away")
+        text = f"the gradient is clipped after every micro-batch at {clipped}, so early ones fade away"
+        update.add_problem("uneven", "clipped", text)
     elif lost:
-        which = f" (lost: {positions(passes, update.lost)})" if len(lost) < len(passes) / 2 else ""
         reach = "micro-batches reaches" if len(counting) == 1 else "micro-batches reach"
-        text = f"only {len(counting)} of {len(passes)} {reach} the optimizer{which}{cleared}"
-        update.add_problem("lost", text, factor=len(counting) / len(passes), cause="some")
+        text = f"only {len(counting)} of {len(passes)} {reach} the optimizer"
+        if len(lost) < len(passes) / 2:
+            text += f" (lost: {positions(passes, update.lost)})"
+        if cleared:
+            gradients = "other gradient" if len(lost) == 1 else f"other {len(lost)} gradients"
+            text += f": {cleared} clears the {gradients}"
+        cause = "cleared" if cleared else "other"
+        update.add_problem("lost", cause, text, factor=len(counting) / len(passes))
     elif update.apart > RANKS_APART:
-        update.add_problem("ranks", f"the ranks update from different gradients ({update.apart:.0%} apart)")
+        text = "the ranks use different gradients for the same update ({apart} apart)"
+        update.add_problem(
+            "ranks", "own", text, amounts={"apart": Amount.of(format_percentage, update.apart)}
+        )
 
 
 def _judge_stale(update: Update) -> None:
     weight = update.stale_weight
     if weight:
-        times = "" if is_close(weight, 1) else f" {format_fraction(weight)} times"
-        text = f"the gradient of the update before counts again{times}: nothing clears it"
-        update.add_problem("stale", text, factor=weight, cause="again")
+        times = "" if is_close(weight, 1) else ", {times} times"
+        text = f"the gradient of the previous update counts again{times}: nothing clears it"
+        amounts = {"times": Amount.of(format_fraction, weight)}
+        update.add_problem("stale", "again", text, factor=weight, amounts=amounts)
     if update.late_weight:
-        text = "micro-batches of the update before arrive in this update"
-        update.add_problem("stale", text, factor=update.late_weight, cause="late")
+        text = "gradients of the previous update's micro-batches arrive only in this update"
+        update.add_problem("stale", "late", text, factor=update.late_weight)
 
 
 def positions(passes: list[BackwardPass], chosen: list[int]) -> str:
@@ -197,8 +213,13 @@ def positions(passes: list[BackwardPass], chosen: list[int]) -> str:
         rank = passes[i].rank
         found.setdefault(rank, NumberRanges()).add(by_rank[rank].index(passes[i]) + 1)
     if len(by_rank) == 1:
-        return f"number {next(iter(found.values()))}"
-    return "; ".join(f"number {numbers} of rank {rank}" for rank, numbers in list(found.items())[:3])
+        numbers = next(iter(found.values()))
+        return _numbers(numbers)
+    return "; ".join(f"{_numbers(numbers)} of rank {rank}" for rank, numbers in list(found.items())[:3])
+
+
+def _numbers(numbers: NumberRanges) -> str:
+    return f"number{'s' * (len(numbers) > 1)} {numbers}"
 
 
 # Micro-batches, samples or tokens that count more than others
@@ -229,7 +250,8 @@ def _judge_group(
     fair = [value / count for value, count in zip(values, counts, strict=True)]  # of one sample or token
     if not differ(fair, [error / count for error, count in zip(errors, counts, strict=True)]):
         return
-    line, times = passes[0].line, max(fair) / max(min(fair), 1e-300)
+    times = max(fair) / max(min(fair), 1e-300)
+    amounts = {"times": Amount.of(format_number, times)}
     least = min((update.weights[i] for i in group), key=abs)
     ratios = [update.weights[i] / least for i in group]
     more = [ratio for ratio in ratios if ratio > 1.5]
@@ -242,31 +264,41 @@ def _judge_group(
             )
             return
         text = (
-            f"mean of means: losses over {min(counts):g} to {max(counts):g} samples or tokens count the "
-            f"same, so one token counts up to {format_number(times)} times as much as another"
+            "mean of means: all micro-batches count the same (see the table), but each is a mean over "
+            "{sizes} samples or tokens. So one sample or token counts up to {times.most} times as much as "
+            "another in the same update"
         )
-        update.add_problem("uneven", text, line, times, "means")
+        amounts["sizes"] = Amount.of(format_count, min(counts), max(counts))
+        update.add_problem("uneven", "means", text, at=passes[0], factor=times, amounts=amounts)
     elif weights_are_equal:
         factors = [loss.factor for loss in losses]
         text = (
-            f"the losses are multiplied by different numbers ({format_number(min(factors))} to "
-            f"{format_number(max(factors))}), so one token counts up to {format_number(times)} times as much "
-            "as another"
+            "the losses of an update are multiplied by different numbers, the largest up to {spread.most} "
+            "times the smallest. So one sample or token counts up to {times.most} times as much as another "
+            "in the same update"
         )
-        update.add_problem("uneven", text, line, times, "factors")
+        amounts["spread"] = Amount.of(format_number, max(factors) / max(min(factors), 1e-300))
+        update.add_problem("uneven", "factors", text, at=passes[0], factor=times, amounts=amounts)
     elif clipped:
         update.is_vague = True
-        text = f"every micro-batch is clipped at {clipped}, so early ones count less"
-        update.add_problem("uneven", text, line, times)
+        text = f"the gradient is clipped after every micro-batch at {clipped}, so early ones count less"
+        update.add_problem("uneven", "clipped", text, at=passes[0], factor=times)
     elif any(problem.kind == "double" for problem in update.problems):
         pass  # it is told already
     elif more and len(more) <= len(group) / 2 and all(is_close(ratio, round(more[0])) for ratio in more):
         which = positions(update.passes, [i for i, ratio in zip(group, ratios, strict=True) if ratio > 1.5])
-        text = f"{len(more)} of {len(group)} micro-batches count {round(more[0])} times as much ({which})"
-        update.add_problem("double", text, line, float(round(more[0])), "weights")
+        verb = "counts" if len(more) == 1 else "count"
+        text = (
+            f"{len(more)} of {len(group)} micro-batches {verb} {round(more[0])} times as much as the rest "
+            f"({which})"
+        )
+        update.add_problem("double", "weights", text, at=passes[0], factor=float(round(more[0])))
     else:
-        text = f"the micro-batches count differently: {', '.join(map(format_fraction, values[:8]))}"
-        update.add_problem("uneven", text, line, times, "weights")
+        text = "the micro-batches of an update count differently (see the table)"
+        if min(values) > 0:
+            text += ": one counts up to {times.most} times as much as another"
+            amounts["times"] = Amount.of(format_number, max(values) / min(values))
+        update.add_problem("uneven", "weights", text, at=passes[0], factor=times, amounts=amounts)
 
 
 def _usual_size(place: int, sizes: Counter[tuple[int, float]]) -> float:
@@ -286,16 +318,15 @@ def _is_only_last_smaller(passes: list[BackwardPass], usual: float) -> bool:
 
 def _judge_parameters(update: Update) -> None:
     """Find parameters whose gradient is a multiple of, or another mixture than, that of the rest."""
-    by_text: dict[str, tuple[list[str], float | None]] = {}
+    by_ratio: dict[str, tuple[list[str], float]] = {}
+    by_weights: dict[str, list[str]] = {}
     stale: list[str] = []
     of_one_rank: list[str] = []
     ranks = {each.rank for each in update.passes}
     for outlier in update.outliers:
         name, weights = update.names[outlier.parameter], outlier.weights
         if outlier.ratio is not None:
-            ratio = outlier.ratio
-            text = f"counts {format_fraction(float(f'{ratio:.3g}'))} times as much as in the rest"
-            by_text.setdefault(text, ([], ratio))[0].append(name)
+            by_ratio.setdefault(format_ratio(outlier.ratio), ([], outlier.ratio))[0].append(name)
         elif not weights:
             update.notes.append(f"{name}: its gradient has something else than the micro-batches' gradients")
         elif abs(outlier.stale_weight) > 0.5 and not differ(weights):
@@ -303,20 +334,32 @@ def _judge_parameters(update: Update) -> None:
         elif _ranks_that_count(update, weights) < ranks:
             of_one_rank.append(name)
         else:
-            times = ", ".join(format_fraction(round(weight, 3)) for weight in weights[:6])
-            text = f"micro-batches count {times} times as much as in the rest"
-            by_text.setdefault(text, ([], None))[0].append(name)
-    for text, (names, factor) in by_text.items():
+            written = ", ".join(format_fraction(round(weight, 3)) for weight in weights[:6])
+            by_weights.setdefault(written, []).append(name)
+    for names, ratio in by_ratio.values():
+        text = "{parameters}: the gradient counts {times} times as much as"
+        if abs(ratio) < NEGLIGIBLE:
+            text = "{parameters}: the gradient does not reach the optimizer, unlike"
+        text += " that of the other parameters (the table shows those)"
+        amounts = {"times": Amount.of(format_ratio, ratio)}
         listed = format_names(names)
-        update.add_problem("parameters", f"{listed}: {text}", factor=factor, cause=listed)
+        update.add_problem("parameters", "multiple", text, factor=ratio, parameters=listed, amounts=amounts)
+    for written, names in by_weights.items():
+        text = (
+            f"{{parameters}}: the micro-batches count {written} times as much as in the other parameters "
+            "(the table shows those)"
+        )
+        update.add_problem("parameters", "mixture", text, parameters=format_names(names))
     if of_one_rank:
-        listed = format_names(of_one_rank)
-        text = f"{listed}: only the gradients of one rank count: nothing reduces them"
-        update.add_problem("ranks", text, cause=listed)
+        text = "{parameters}: each rank uses only its own gradients: nothing averages them over the ranks"
+        update.add_problem("ranks", "own", text, parameters=format_names(of_one_rank))
     if stale:
+        text = (
+            "{parameters}: the gradient of the previous update counts again: nothing clears it (the table "
+            "shows the other parameters)"
+        )
         listed = format_names(stale)
-        text = f"{listed}: the gradient of the update before counts again: nothing clears it"
-        update.add_problem("stale", text, factor=1.0, cause=listed)
+        update.add_problem("stale", "parameters", text, factor=1.0, parameters=listed)
 
 
 def _ranks_that_count(update: Update, weights: list[float]) -> set[int]:

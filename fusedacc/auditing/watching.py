@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels import torch_private
+from .amounts import Amount
 from .call_sites import call_site
 from .frameworks import FrameworkOptimizers
 from .guard import CannotAuditError, guarded
@@ -41,7 +42,7 @@ from .records import BackwardPass, Equations, History, Update
 from .shards import find_unsharded, first_row
 from .sketch_sets import SketchPages, SketchSet, mask_of
 from .sketches import SketchMap
-from .wording import format_names
+from .wording import format_count, format_names
 
 #: The key of a pass's number in the metadata of a graph node. A loss that has it went through backward()
 #: before.
@@ -215,9 +216,8 @@ class Watcher:
                 given = given[0] if isinstance(given, tuple | list) and given else given
                 if isinstance(given, Tensor):
                     loss = replace(loss, factor=loss.factor * abs(float(given)))
-        line, place = call_site()
-        number = self.history.num_passes
-        current = BackwardPass(number, how, loss, line, place, SketchSet(self._pages), scale=self._scale)
+        number, site = self.history.num_passes, call_site()
+        current = BackwardPass(number, how, loss, site, SketchSet(self._pages), scale=self._scale)
         current.has_other_inputs, current.keeps_graph = has_other_inputs, keeps_graph
         current.evaluating = self.optimizers.evaluating()
         own = None if end is None else end.metadata.get(METADATA_KEY)
@@ -264,9 +264,8 @@ class Watcher:
                 "the model is on the meta device, where gradients have no numbers: train it on a real device"
             )
         if self._current is None:  # a backward pass that did not go through torch.autograd.backward
-            line, place = call_site()
-            sketches = SketchSet(self._pages)
-            self._current = BackwardPass(self.history.num_passes, "other", Loss(), line, place, sketches)
+            number_of_pass, site = self.history.num_passes, call_site()
+            self._current = BackwardPass(number_of_pass, "other", Loss(), site, SketchSet(self._pages))
             torch_private.queue_callback(self._close_pass)
         current = self._current
         if torch.finfo(gradient.dtype).eps > torch.finfo(current.dtype).eps:
@@ -324,9 +323,9 @@ class Watcher:
 
     @guarded
     def _note_cleared(self, are_written: bool) -> None:
-        line = call_site().line
+        call = call_site().describe("zero_grad()")
         for each in self.history.passes_since(max(self.history.window_starts.values(), default=0)):
-            each.cleared = each.cleared or line
+            each.cleared = each.cleared or call
             if are_written:  # code that is no optimizer has changed the parameters, as SAM does
                 each.excused = "used"
 
@@ -489,7 +488,7 @@ class Watcher:
         if all(each is None for each in gradients) and not any(each.cleared for each in passes):
             self.steps_without_gradients += 1
             return None
-        update = Update(record.number, passes, call_site().line)
+        update = Update(record.number, passes, call_site())
         open_update = OpenUpdate(update, record, params, leaves, [], [])
         scale = getattr(optimizer, "grad_scale", None)  # by which a fused optimizer divides
         for param, gradient in zip(params, gradients, strict=True):
@@ -660,16 +659,18 @@ def find_repetitions(update: Update) -> dict[int, BackwardPass]:
             torch.allclose(each.sketches[leaf], original.sketches[leaf]) for leaf in each.sketches
         ):
             text = "a loss goes through backward() twice, so its micro-batch counts 2 times"
-            update.add_problem("double", text, each.line, 2.0)
+            update.add_problem("double", "twice", text, at=each, factor=2.0)
             originals[each.number], each.excused = original, "used"
-    times = Counter(
+    contained = Counter(
         originals[number].number for each in update.passes for number in each.contains if number in originals
     )
-    if times:
-        number, count = times.most_common(1)[0]
-        text = "a loss that went through backward() is part of a later loss, so it counts up to "
-        text += f"{count + 1} times"
-        update.add_problem("double", text, originals[number].line, float(count + 1), "part")
+    if contained:
+        number, count = contained.most_common(1)[0]
+        times = float(count + 1)
+        text = "a loss that went through backward() is part of a later loss, so it counts up to {times.most} "
+        text += "times"
+        amounts = {"times": Amount.of(format_count, times)}
+        update.add_problem("double", "part", text, at=originals[number], factor=times, amounts=amounts)
     return originals
 
 

@@ -51,14 +51,29 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) < 1e9 else f"{value:.2g}"
 
 
+def format_ratio(value: float) -> str:
+    """Write by how much parameters differ: three digits, as a fraction if it is close to a simple one."""
+    return format_fraction(float(f"{value:.3g}"))
+
+
+def format_count(value: float) -> str:
+    """Write a number of samples or tokens."""
+    return f"{value:g}"
+
+
+def format_percentage(value: float) -> str:
+    """Write a share in percent."""
+    return f"{value:.0%}"
+
+
 def format_names(names: Sequence[str]) -> str:
     """Write at most three names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def format_sites(sites: Iterable[str]) -> str:
-    """Write lines of the script, without repetitions."""
-    return ", ".join(sorted({*sites} - {""}))
+    """Write lines or calls of the script, without repetitions, for a text with "{name}" for amounts."""
+    return ", ".join(sorted({*sites} - {""})).replace("{", "{{").replace("}", "}}")
 
 
 def plural(count: int, word: str) -> str:

@@ -56,7 +56,7 @@ def test_no_problem(folder):
 def test_a_problem_names_the_line_and_json_has_it(folder):
     done = run(folder, "--json", "report.json", "train.py", "1")
     assert done.returncode == 1, done.stderr
-    assert "nothing divides by their number [train.py:10]" in done.stderr
+    assert "nothing divides by their number\n    Where: backward() at train.py:10\n" in done.stderr
     found = json.loads((folder / "report.json").read_text())
     assert (found["status"], found["problems"][0]["location"]) == (1, "train.py:10")
 
@@ -81,7 +81,7 @@ def test_a_module(folder):
     done = run(folder, "-m", "package.train", "1")
     assert done.returncode == 1, done.stderr
     assert "Gradient accumulation of package.train: " in done.stderr
-    assert "[train.py:10]" in done.stderr
+    assert "Where: backward() at train.py:10\n" in done.stderr
 
 
 def test_a_failure_of_the_script_is_shown_before_the_report(folder):
@@ -189,7 +189,7 @@ def test_torchrun(folder):
         capture_output=True,
         text=True,
     )
-    assert "an update uses the gradients of its own rank alone: nothing reduces them" in done.stderr
+    assert "each rank uses only its own gradients: nothing averages them over the ranks" in done.stderr
     assert "24 micro-batches, 3 updates, SGD, float32, 2 ranks" in done.stderr
     assert done.stdout.count("divisor 4") == 2  # __main__ stays until the end
     assert done.returncode == 1

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import other_loops
 import plain_loops
@@ -13,8 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedacc
+from fusedacc.auditing.remedies import find_remedy
 
-TABLE = "update          micro-batches  weight of each  sum\n"
+LEGEND = (
+    "A micro-batch is one backward pass. Its weight says how much its loss counts in an update: 1/4 each is "
+    "the mean of 4.\n\n"
+)
+TABLE = "updates         micro-batches  weight of each  sum (1 is right)\n"
 
 
 def without_time(text):
@@ -26,52 +32,170 @@ def without_time(text):
 def test_the_report_of_a_right_loop():
     report = audited(plain_loops.CASES["right"])
     assert without_time(report.text) == (
-        "Gradient accumulation of this program: 24 micro-batches, 6 updates, AdamW, float32\n\n"
-        f"{TABLE}"
-        "1-6             4              1/4 each        1      ok\n\n"
+        "Gradient accumulation of this program: 24 micro-batches, 6 updates, AdamW, float32\n"
+        f"{LEGEND}{TABLE}"
+        "1-6             4              1/4 each        1                 ok\n\n"
         "No problem found."
     )
     report.check()
 
 
-def test_the_report_of_a_fault_names_cause_factor_and_line():
+def test_the_report_of_a_fault_names_cause_factor_line_and_remedy():
     report = audited(plain_loops.CASES["bad_zero_grad_each"])
-    _, line, _ = without_time(report.text).rsplit("\n", 2)
-    assert line.startswith(
-        "PROBLEM lost: updates 1-6: only 1 of 4 micro-batches reaches the optimizer; zero_grad() clears them "
-        "at plain_loops.py:"
+    problem = without_time(report.text)
+    problem = problem[problem.index("PROBLEM lost:") :]
+    assert re.sub(r"py:\d+", "py:7", problem) == (
+        "PROBLEM lost: updates 1-6: only 1 of 4 micro-batches reaches the optimizer: zero_grad() at "
+        "plain_loops.py:7 clears the other 3 gradients\n"
+        "    Where: step() at plain_loops.py:7\n"
+        "    To mend it: call zero_grad() once for each update, after step(), not between micro-batches.\n\n"
+        "1 problem found. It may hide other problems of the same updates: mend it, then audit again."
     )
-    assert line.endswith("]")
-    assert f"{TABLE}1-6             4              0 0 0 1/4       1/4    PROBLEM: lost\n" in report.text
+    row = "1-6             4              0 0 0 1/4       1/4               PROBLEM: lost\n"
+    assert f"{TABLE}{row}" in report.text
     with pytest.raises(AssertionError) as raised:
         report.check()
     assert str(raised.value) == report.text
 
 
 TEXTS = {
-    "bad_mean_of_means": "mean of means: losses over 12 to 48 samples or tokens count the same, so one token "
-    "counts up "
-    "to 4 times as much as another",
-    "bad_not_divided": "the gradient is 4 times the mean of 4 micro-batches: nothing divides by their number",
+    "bad_mean_of_means": (
+        "mean of means: all micro-batches count the same (see the table), but each is a mean over 8 to 64"
+        " samples or tokens. So one sample or token counts up to 8 times as much as another in the same "
+        "update"
+    ),
+    "bad_not_divided": (
+        "the gradient is 4 times the mean of 4 micro-batches: nothing divides by their number"
+    ),
     "bad_divided_twice": "the gradient is 1/4 of the mean of 4 micro-batches: something divides twice",
-    "bad_last_window_divided_by_k": "it holds 2 micro-batches instead of 4 but divides by the same number, "
-    "so its gradient is 1/2 of what it should be",
-    "bad_step_each": "the loss is divided by 4, but an update holds 1 micro-batch: 1/4 of their mean",
-    "bad_no_zero_grad": "the gradient of the update before counts again: nothing clears it",
+    "bad_last_window_divided_by_k": (
+        "the update holds 2 micro-batches instead of 4, but each loss is divided as in the other updates,"
+        " so the gradient is 1/2 of what it should be"
+    ),
+    "bad_step_each": (
+        "each loss is divided by 4, but the update holds 1 micro-batch, so the gradient is 1/4 of what it"
+        " should be"
+    ),
+    "bad_no_zero_grad": "the gradient of the previous update counts again: nothing clears it",
     "bad_backward_twice": "a loss goes through backward() twice, so its micro-batch counts 2 times",
-    "bad_tied_added_twice": "embed.weight: counts 2 times as much as in the rest",
-    "bad_not_unscaled_65536": "the loss scale 65536 is not removed from the gradients",
-    "bad_doubling": "the micro-batches count differently: 4, 2, 1, 1/2",
-    "bad_multiplied_by_k": "the gradient is 16 times the mean of 4 micro-batches: it is multiplied by their "
-    "number",
+    "bad_tied_added_twice": (
+        "embed.weight: the gradient counts 2 times as much as that of the other parameters (the table "
+        "shows those)"
+    ),
+    "bad_one_expert_lost": (
+        "2.0.weight, 2.0.bias, 2.1.weight and 5 more: the gradient does not reach the optimizer, unlike "
+        "that of the other parameters (the table shows those)"
+    ),
+    "bad_not_unscaled_65536": (
+        "the loss scale is not removed: the gradient is 65536 times what it should be"
+    ),
+    "bad_doubling": (
+        "the micro-batches of an update count differently (see the table): one counts up to 8 times as "
+        "much as another"
+    ),
+    "bad_scaler_updates_each": (
+        "the losses of an update are multiplied by different numbers, the largest up to 8 times the "
+        "smallest. So one sample or token counts up to 8 times as much as another in the same update"
+    ),
+    "bad_labels_counted_with_padding": (
+        "the losses are divided by 1.06 to 1.73 times the number of their samples or tokens, so the "
+        "gradient is 0.58 to 0.94 of what it should be"
+    ),
+    "bad_multiplied_by_k": (
+        "the gradient is 16 times the mean of 4 micro-batches: it is multiplied by their number instead "
+        "of divided"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_each_problem_is_one_sentence(name):
+def test_the_text_of_a_problem(name):
     cases = plain_loops.CASES | other_loops.CASES
     report = audited(cases[name])
     assert [problem.text for problem in report.problems] == [TEXTS[name]]
+
+
+# Updates whose facts differ
+
+
+def windows_with_zero_grad_each(lengths):
+    """Train in windows of given lengths, of which only the last micro-batch counts."""
+    model = mlp()
+    optimizer = adam(model)
+    source = iter(data(sum(lengths)))
+    for length in lengths:
+        for _ in range(length):
+            optimizer.zero_grad()
+            x, y = next(source)
+            (F.cross_entropy(model(x), y) / length).backward()
+        optimizer.step()
+
+
+def problem_lines(report):
+    """Return the lines of the problems, with all lines of the script as 7."""
+    lines = re.sub(r"py:\d+", "py:7", report.text).splitlines()
+    return [line for line in lines if line.startswith(("PROBLEM", "    "))]
+
+
+def test_updates_with_different_facts_have_sentences_of_their_own():
+    report = audited(lambda: windows_with_zero_grad_each([4, 4, 2, 4]))
+    cleared = "zero_grad() at test_report.py:7 clears"
+    first = f"only 1 of 4 micro-batches reaches the optimizer: {cleared} the other 3 gradients"
+    second = f"only 1 of 2 micro-batches reaches the optimizer: {cleared} the other gradient"
+    assert problem_lines(report)[:3] == [
+        f"PROBLEM lost: updates 1-2, 4: {first}",
+        f"    update 3: {second}",
+        "    Where: step() at test_report.py:7",
+    ]
+    (problem,) = report.as_json()["problems"]
+    assert re.sub(r"py:\d+", "py:7", problem["text"]) == f"{first} (update 3: {second})"
+    assert problem["updates"] == [1, 2, 3, 4]
+    assert "1 problem found." in report.text
+
+
+def test_many_different_facts_share_a_sentence():
+    report = audited(lambda: windows_with_zero_grad_each([2, 3, 4, 5, 6, 2]))
+    lines = problem_lines(report)
+    assert lines[0].startswith("PROBLEM lost: updates 1, 6: only 1 of 2")
+    assert lines[3] == "    updates 4-5: the same with other numbers (see the table)"
+
+
+def test_a_problem_names_its_optimizer():
+    def train():
+        plain_loops.CASES["right"]()
+        windows_with_zero_grad_each([4, 4])
+
+    report = audited(train)
+    assert problem_lines(report)[0].startswith("PROBLEM lost: updates 1-2 of optimizer 2: only 1 of 4")
+    assert "updates (optimizer)  micro-batches" in report.text
+
+
+def test_the_head_of_sums_says_what_is_right():
+    head = "sum (1 is right)"
+    assert head in audited(plain_loops.CASES["bad_not_divided"]).text
+    assert "sum (3 is right)" in audited(plain_loops.CASES["right"], scale=3.0).text
+    # The loss has a factor of its own, which may be right.
+    report = audited(plain_loops.CASES["right_half_mse"])
+    assert (report.status, head in report.text) == (0, False)
+
+
+def test_ignored_problems_that_hide_others_are_mentioned():
+    report = audited(plain_loops.CASES["bad_zero_grad_each"], ignore=["lost"])
+    assert "No problem found. An ignored problem may hide other problems of the same updates" in report.text
+
+
+def test_in_a_frameworks_loop_the_remedy_is_the_frameworks():
+    report = audited(plain_loops.CASES["bad_fusedacc_divided_too"])
+    assert problem_lines(report)[2].startswith("    To mend it in fusedacc: do not divide the loss")
+    (other,) = re.findall("To mend it.*", audited(plain_loops.CASES["bad_divided_twice"]).text)
+    assert other.startswith("To mend it: divide once")
+    assert find_remedy("scale", "not full", "lightning", 1).startswith("To mend it in Lightning: ")
+    assert find_remedy("scale", "not divided", "", 2).startswith(
+        "To mend it: divide each loss by the number of micro-batches on one rank"
+    )
+
+
+# The rest of the report
 
 
 def test_rounding_of_16_bit_sums_is_a_note():
@@ -224,7 +348,7 @@ def test_parameters_have_the_names_of_the_given_model():
 def test_steps_demands_a_number_of_micro_batches():
     report = audited(plain_loops.CASES["right"], steps=8)
     assert [(problem.kind, problem.text) for problem in report.problems] == [
-        ("count", "4 micro-batches instead of 8")
+        ("count", "the update holds 4 micro-batches instead of 8")
     ]
     assert audited(plain_loops.CASES["right"], steps=4).status == 0
 
