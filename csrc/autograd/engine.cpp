@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
@@ -50,9 +51,16 @@ py::object or_none(const at::Tensor& tensor) {
 }
 
 // Whether a CUDA graph is being captured on the current stream. Needs the GIL.
-bool is_capturing() {
-  return py::module_::import("torch.cuda").attr("is_current_stream_capturing")().cast<bool>();
+template <class Guard>
+bool is_capturing(const Guard& guard) {
+  if constexpr (requires(c10::Stream stream) { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(guard.getStream(guard.getDevice()));
+  } else {  // an older torch
+    return py::module_::import("torch.cuda").attr("is_current_stream_capturing")().cast<bool>();
+  }
 }
+
+bool is_capturing() { return is_capturing(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA)); }
 
 // Whether multiplying a sum later gives the same bits as multiplying it now, as `is_deferrable` in
 // fusedacc/kernels/dtypes.py.
@@ -545,8 +553,7 @@ bool Engine::are_on_current_streams() const {
 }
 
 bool Engine::any_gradient() const {
-  return std::any_of(slots_.begin(), slots_.end(),
-                     [](const auto& slot) { return slot->p_grad().defined(); });
+  return std::any_of(slots_.begin(), slots_.end(), [](const auto& slot) { return slot->p_grad().defined(); });
 }
 
 bool Engine::step(const py::list& groups, const py::list& known) {

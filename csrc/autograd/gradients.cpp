@@ -7,16 +7,9 @@
 namespace fusedacc::autograd {
 
 bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet kUnusual({
-      c10::DispatchKey::Python,
-      c10::DispatchKey::FuncTorchBatched,
-      c10::DispatchKey::FuncTorchGradWrapper,
-      c10::DispatchKey::Functionalize,
-      c10::DispatchKey::Conjugate,
-      c10::DispatchKey::Negative,
-      c10::DispatchKey::ZeroTensor,
-  });
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kUnusual);
+  constexpr c10::DispatchKeySet kUsual(
+      {c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality});
+  return (tensor.key_set() - kUsual).highestFunctionalityKey() == c10::DispatchKey::Undefined;
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {

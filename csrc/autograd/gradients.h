@@ -5,7 +5,8 @@
 
 namespace fusedacc::autograd {
 
-// Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
+// Whether it is an ordinary strided tensor: no subclass with its own operators, no wrapper of a function
+// transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor);
 
 // Whether both tensors are dense and have their elements in the same order in memory.
