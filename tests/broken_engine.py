@@ -47,7 +47,8 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 -  return (tensor.key_set() - kUsual).highestFunctionalityKey() == c10::DispatchKey::Undefined;
 +  return tensor.defined();
 # no tensor that has a graph is plain
--c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality}
+-c10::DispatchKey::ADInplaceOrView,
+-                           c10::DispatchKey::AutogradFunctionality}
 +c10::DispatchKey::ADInplaceOrView}
 # a shared gradient becomes the sum
 -return references == 1 || (references == 2

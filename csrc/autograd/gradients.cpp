@@ -7,8 +7,10 @@
 namespace fusedacc::autograd {
 
 bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet kUsual(
-      {c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality});
+  constexpr c10::DispatchKeySet kUsual =
+      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView,
+                           c10::DispatchKey::AutogradFunctionality}) |
+      c10::autocast_dispatch_keyset;
   return (tensor.key_set() - kUsual).highestFunctionalityKey() == c10::DispatchKey::Undefined;
 }
 
