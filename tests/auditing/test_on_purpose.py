@@ -151,6 +151,21 @@ def test_a_copy_of_an_optimizer_goes_on_in_its_window():
     assert (report.status, report.as_json()["updates"], report.as_json()["checked"]) == (0, 6, 5), report.text
 
 
+def test_a_window_goes_on_at_another_line():
+    model, batches = mlp(), list(data(12))
+    optimizer = counted(model)
+
+    def train():
+        train_on(model, optimizer, batches[:6])
+        for x, y in batches[6:]:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = audited(train)
+    assert (report.status, report.as_json()["checked"]) == (0, 3), report.text
+
+
 def test_micro_batches_before_a_checkpoint_is_loaded_need_not_count():
     model, batches = mlp(), list(data(13))
     optimizer = counted(model)
