@@ -691,7 +691,8 @@ def _only_makes_state(optimizer: Any, gradients: Sequence[Tensor | None]) -> boo
     rates = [group.get("lr", 1.0) for group in getattr(optimizer, "param_groups", ())]
     if not rates or any(rates):
         return False
-    return all(gradient is not None and not gradient.any() for gradient in gradients)
+    given = [gradient for gradient in gradients if gradient is not None]
+    return bool(given) and not any(map(torch.any, given))
 
 
 def _main_grad(param: Tensor) -> Tensor | None:

@@ -200,6 +200,7 @@ def test_sums_of_a_checkpoint_that_an_update_has_used_before():
 
 def test_state_that_is_made_for_loading_is_no_update():
     model, batches = mlp(), list(data(12))
+    model[0].bias.requires_grad_(False)
     optimizer = fusedacc.AccumulatingOptimizer(adam(model), K)
 
     def train():
