@@ -182,11 +182,21 @@ class _Fit:
         update.late_weight = max(map(abs, clear), default=0.0)
         counts = torch.tensor([each.loss.mean_count for each in update.passes], device="cpu")
         factors = torch.tensor([each.loss.factor or 1.0 for each in update.passes], device="cpu")
-        for fair in (torch.ones_like(counts), counts / factors):
-            total = self.columns[:, :count] @ fair.double()
-            rows = self.rows
-            times = float(total[rows] @ self.equations.used[rows] / total[rows].square().sum())
-            update.rest_if_fair = min(update.rest_if_fair, self._rest(total * times))
+        runs = torch.tensor([float(each.runs) for each in update.passes], dtype=torch.float64, device="cpu")
+        size = self.solution[:count].abs()
+        live = size > NEGLIGIBLE * size.max()
+        for fair in (runs, runs * counts / factors):
+            update.rest_if_fair = min(update.rest_if_fair, self._rest_of_multiple(fair))
+            rest = self._rest_of_multiple(fair * live)
+            update.rest_if_others_fair = min(update.rest_if_others_fair, rest)
+
+    def _rest_of_multiple(self, weights: Tensor) -> float:
+        """Return what the best multiple of some weights of the passes does not explain."""
+        rows, count = self.rows, self.num_passes
+        others = self.columns[:, count:] @ self.solution[count:]
+        total, wanted = self.columns[:, :count] @ weights, self.equations.used - others
+        times = float(total[rows] @ wanted[rows] / total[rows].square().sum().clamp(min=TINY))
+        return self._rest(total * times + others)
 
     def _equal_weights_explain(self) -> bool:
         """Try equal weights for each parameter alone, as nearly equal gradients and many outliers need."""

@@ -15,6 +15,8 @@ FASTAI = "fastai.optimizer"
 KERAS = "keras.src.backend.torch.optimizers.torch_parallel_optimizer"
 #: The method of Keras's optimizers on PyTorch that makes an update.
 KERAS_UPDATE = "_backend_update_step"
+#: Its method that clips.
+KERAS_CLIPPING = "_clip_gradients"
 
 
 class FrameworkOptimizers:
@@ -34,6 +36,8 @@ class FrameworkOptimizers:
     ) -> None:
         self._wrap, self._record, self._finish = wrap, record, finish
         self._wrapped: set[str] = set()
+        #: Of the Keras optimizer that makes an update: by a clipped gradient's id, both gradients.
+        self._clipped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def wrap_imported(self) -> None:
         """Wrap the optimizers of the frameworks that are imported by now."""
@@ -53,13 +57,26 @@ class FrameworkOptimizers:
         self._wrap(module.Optimizer, "step", step)
 
     def _wrap_keras(self, module: Any) -> None:
+        def clip(call: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
+            clipped = call(optimizer, grads)
+            self._clipped = {
+                id(after): (after, before)
+                for after, before in zip(clipped, grads, strict=True)
+                if after is not None
+            }
+            return clipped
+
         def update_step(
             call: Callable[..., Any], optimizer: Any, grads: Any, variables: Any, *args: Any
         ) -> None:
-            gradients = {id(each.value): grad for each, grad in zip(variables, grads, strict=True)}
+            # `clipnorm` and `clipvalue` change each parameter by itself, so look at what they were given.
+            unclipped = [self._clipped.get(id(grad), (grad, grad))[1] for grad in grads]
+            self._clipped = {}
+            gradients = {id(each.value): grad for each, grad in zip(variables, unclipped, strict=True)}
             params = [each.value for each in optimizer._trainable_variables]
             update = self._record(optimizer, params, [gradients.get(id(param)) for param in params])
             call(optimizer, grads, variables, *args)
             self._finish(optimizer, update)
 
+        self._wrap(module.TorchParallelOptimizer, KERAS_CLIPPING, clip)
         self._wrap(module.TorchParallelOptimizer, KERAS_UPDATE, update_step)

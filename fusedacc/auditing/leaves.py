@@ -165,6 +165,10 @@ class Leaves:
         self._stands_for[number] = weakref.ref(leaf)
         return number
 
+    def is_substituted(self, param: Tensor) -> bool:
+        """Return whether a parameter is updated with the gradients of another."""
+        return self.watch(param) in self._stands_for
+
     @property
     def has_substitutes(self) -> bool:
         """Whether any parameter stands for another."""

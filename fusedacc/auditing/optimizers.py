@@ -32,6 +32,7 @@ class OptimizerRecord:
         owned_mask: the bits of these numbers.
         last_sketches: the gradients it used last, by the leaf's number.
         last_update: its last update.
+        is_restored: whether its state was loaded or copied since its last update.
         names, shapes: of its parameters.
         root: the outermost module with its parameters.
     """
@@ -42,6 +43,7 @@ class OptimizerRecord:
     owned_mask: int = 0
     last_sketches: SketchSet | None = None
     last_update: Update | None = None
+    is_restored: bool = False
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     root: weakref.ref[nn.Module] | None = None

@@ -35,6 +35,7 @@ class BackwardPass:
         site: the call of `backward()`. Losses of one place are of one kind.
         sketches: of its gradients, by the leaf's number, until no optimizer can use the pass any more.
         repeats: number of an earlier pass of the same loss.
+        runs: how often the loss went through backward() in one window. The sketches are those of one run.
         contains: numbers of earlier passes whose losses are part of this one.
         keeps_graph: whether `retain_graph=True` was given: another loss of the same micro-batch may follow.
         has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
@@ -59,6 +60,7 @@ class BackwardPass:
     site: CallSite
     sketches: SketchSet
     repeats: int | None = None
+    runs: int = 1
     contains: tuple[int, ...] = ()
     keeps_graph: bool = False
     has_other_inputs: bool = False
@@ -155,6 +157,8 @@ class Update:
         clipped: the factor of `clip_grad_norm_`.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
+        is_restored: whether the optimizer was loaded or copied in this window, so that its sums may have
+            gradients that no pass of this process has delivered.
         number: counts the optimizer's updates from 1.
         shapes, names: of the parameters.
         equations: the sketches; None once weights are known.
@@ -164,6 +168,7 @@ class Update:
         late_weight: largest weight of a pass that the last update has lost.
         rest: the part of the gradient that is no sum of those of passes, relative to its norm.
         rest_if_fair: the same with equal weights.
+        rest_if_others_fair: the same with equal weights, except for those that are 0.
         outliers: parameters with other weights.
         apart: largest relative distance between the gradients of two ranks.
         is_checked: whether the weights say anything.
@@ -180,6 +185,7 @@ class Update:
     is_sharded: bool = False
     clipped: float = 1.0
     is_touched: bool = False
+    is_restored: bool = False
     evaluating: frozenset[int] = frozenset()
     number: int = 0
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -192,6 +198,7 @@ class Update:
     late_weight: float = 0.0
     rest: float = 1.0
     rest_if_fair: float = 1.0
+    rest_if_others_fair: float = 1.0
     outliers: list[Outlier] = field(default_factory=list)
     apart: float = 0.0
     is_checked: bool = False

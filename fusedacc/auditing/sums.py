@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from .amounts import Amount
@@ -60,8 +61,10 @@ def judge_sums(updates: Sequence[Update], scale: float | None, num_ranks: int) -
     for update in updates:
         kinds = {problem.kind for problem in update.problems}
         if update.is_checked and not update.is_vague and not kinds & TELL_ENOUGH:
-            for place, window in _windows(update):
-                by_place.setdefault(place, []).append(window)
+            found = _windows(update)
+            if not _go_on_elsewhere([window for _, window in found], scale):
+                for place, window in found:
+                    by_place.setdefault(place, []).append(window)
     for windows in by_place.values():
         others = _Windows(windows, num_ranks)
         for window in windows:
@@ -84,6 +87,16 @@ def _windows(update: Update) -> list[tuple[int, Window]]:
         if len(own) == len(group):
             found.append((place, Window(update, group, sum(own))))
     return found
+
+
+def _go_on_elsewhere(windows: Sequence[Window], scale: float | None) -> bool:
+    """Return whether one window was begun at one place and ended at others, as after a restart.
+
+    Losses of several kinds take turns instead.
+    """
+    in_turn = all(first.positions[-1] < later.positions[0] for first, later in pairwise(windows))
+    total = sum(window.total for window in windows)
+    return len(windows) > 1 and in_turn and is_close(total, 1.0 if scale is None else scale)
 
 
 @dataclass

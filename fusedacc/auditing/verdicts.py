@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+
 from .amounts import Amount
 from .number_ranges import NumberRanges
 from .records import BackwardPass, Update
@@ -31,6 +33,8 @@ from .wording import (
 RANKS_APART = 0.001
 #: An update is checked if at most this part of its gradient is no sum of those of micro-batches.
 CHECKED_REST = 0.5
+#: The same, besides rounding, for an update whose sums may have gradients from elsewhere.
+RESTORED_REST = 0.01
 #: Standard error of a weight, relative to a usual weight, above which only sums of weights are certain.
 UNSURE = 0.2
 
@@ -72,26 +76,35 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
     update.errors = [update.errors[i] for i in wanted]
-    update.is_checked = bool(update.passes) and update.rest <= CHECKED_REST
+    update.is_checked = bool(update.passes) and update.rest <= CHECKED_REST and not _has_other_sums(update)
     if not update.is_checked:
         return
     if not top:
         _judge_empty(update)
         return
+    is_fair = False
     unsure = [i for i, error in enumerate(update.errors) if error > UNSURE * min(update.unit, top)]
     if unsure and len(update.passes) > 1:
         update.notes.append(SAME_GRADIENTS)
-        if update.rest_if_fair > max(0.01, 10 * update.rest):
+        limit = max(0.01, 10 * update.rest)
+        is_fair = update.rest_if_fair <= limit
+        if not is_fair and update.rest_if_others_fair > limit:
             update.is_vague = True
             text = "the micro-batches do not count the same; which ones cannot be told"
             update.add_problem("uneven", "unknown", text)
-        if update.problems or len(unsure) > len(update.passes) / 2:
+        if update.problems:
             return
+    is_sure = len(unsure) <= len(update.passes) / 2 or len(update.passes) == 1
     _note_hooks(update)
-    _find_lost(update, top, unsure)
-    _judge_evaluation(update)
+    if is_sure or not is_fair:
+        _find_lost(update, top, unsure, is_fair)
+    _judge_repeated(update)
+    if is_sure:
+        _judge_evaluation(update)
     _judge_lost(update)
     _judge_stale(update)
+    if not is_sure:
+        return
     steps = expectations.steps
     if steps and len(update.passes) != steps * expectations.num_ranks:
         text = (
@@ -102,6 +115,14 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     _judge_parameters(update)
     if not update.lost and not update.stale_weight and not update.late_weight:
         _judge_weights(update, expectations)
+
+
+def _has_other_sums(update: Update) -> bool:
+    """Return whether the optimizer was loaded or copied together with gradients of its open window."""
+    if not update.is_restored:
+        return False
+    is_explained = update.rest <= max(RESTORED_REST, 4 * torch.finfo(update.dtype).eps)
+    return bool(update.stale_weight or update.late_weight) or not is_explained
 
 
 def shares(update: Update) -> list[float | None]:
@@ -139,20 +160,29 @@ def _clipped_at(update: Update) -> str:
     return format_sites(each.clipped for each in update.passes[:-1])
 
 
-def _find_lost(update: Update, top: float, unsure: list[int]) -> None:
+def _find_lost(update: Update, top: float, unsure: list[int], is_fair: bool) -> None:
     """Find passes that count next to nothing beside the others, or, if others are amplified, beside 1/k."""
     for i, (weight, share) in enumerate(zip(update.weights, shares(update), strict=True)):
         least = NEGLIGIBLE * top
         if share and weight:
             least = min(least, NEGLIGIBLE * abs(weight / share) / len(update.passes))
         limit = min(least + STANDARD_ERRORS * update.errors[i], top / 2)
-        if abs(weight) < limit and i not in unsure:
+        if i in unsure:  # equal gradients share a weight; if that is 0, none of them counts
+            limit = 0.0 if is_fair else NEGLIGIBLE * top
+        if abs(weight) < limit:
             update.lost.append(i)
 
 
 def _counting(update: Update) -> list[int]:
     """Return the positions of the passes that count."""
     return [i for i in range(len(update.passes)) if i not in update.lost]
+
+
+def _judge_repeated(update: Update) -> None:
+    for i in _counting(update):
+        if update.passes[i].runs > 1:
+            text = "a loss goes through backward() twice, so its micro-batch counts 2 times"
+            update.add_problem("double", "twice", text, at=update.passes[i], factor=2.0)
 
 
 def _judge_evaluation(update: Update) -> None:

@@ -138,6 +138,7 @@ class Watcher:
         self._wrap(torch.autograd, "backward", functools.partial(self._run_backward, "backward"))
         self._wrap(torch.autograd, "grad", functools.partial(self._run_backward, "grad"))
         self._wrap(Optimizer, "__init__", self._init_optimizer)
+        self._wrap(Optimizer, "__setstate__", self._restore_optimizer)
         for owner in (Optimizer, nn.Module):
             self._wrap(owner, "zero_grad", self._zero_grad)
         self._wrap(torch.amp.GradScaler, "scale", self._scaler_scale)
@@ -220,6 +221,8 @@ class Watcher:
         current = BackwardPass(number, how, loss, site, SketchSet(self._pages), scale=self._scale)
         current.has_other_inputs, current.keeps_graph = has_other_inputs, keeps_graph
         current.evaluating = self.optimizers.evaluating()
+        if end is not None and end.name() == ACCUMULATE_GRAD:  # a leaf's node is in all graphs
+            end = None
         own = None if end is None else end.metadata.get(METADATA_KEY)
         current.contains = tuple(each for each in earlier if each != own)
         current.repeats = own
@@ -294,6 +297,24 @@ class Watcher:
     def _init_optimizer(self, call: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         call(optimizer, *args, **kwargs)
         self._note_parameters(optimizer)
+
+    def _restore_optimizer(self, call: Callable[..., Any], optimizer: Any, state: Any) -> None:
+        call(optimizer, state)
+        self._note_restored(optimizer)
+
+    @guarded
+    def _note_restored(self, optimizer: Any) -> None:
+        """Note that an optimizer was loaded, copied or unpickled.
+
+        Its sums may come from elsewhere, as when a wrapper resumes in the middle of a window. The passes of
+        its open window need not count then.
+        """
+        self._note_parameters(optimizer)
+        record = self.optimizers.record_of(optimizer)
+        record.is_restored = True
+        for each in self.history.window(record.number):
+            if each.leaves & record.owned_mask:
+                each.excused = each.excused or "used"
 
     @guarded
     def _note_existing_optimizers(self) -> None:
@@ -475,7 +496,7 @@ class Watcher:
         """Sketch the gradients that an optimizer is about to use. None: it makes no update."""
         record = self.optimizers.record_of(optimizer)
         params, gradients = self._visible(params, gradients)
-        self._find_substitutes(record, params)
+        self._find_substitutes(record, params, gradients)
         leaves = [self._own(record, param) for param in params]
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, for a fused optimizer
         if found_inf is not None and float(found_inf):
@@ -489,7 +510,10 @@ class Watcher:
             self.steps_without_gradients += 1
             return None
         update = Update(record.number, passes, call_site())
+        update.is_restored = record.is_restored
         open_update = OpenUpdate(update, record, params, leaves, [], [])
+        if _only_makes_state(optimizer, gradients):
+            return None
         scale = getattr(optimizer, "grad_scale", None)  # by which a fused optimizer divides
         for param, gradient in zip(params, gradients, strict=True):
             sketch = self._sketch_used(update, param, gradient)
@@ -583,7 +607,7 @@ class Watcher:
         for leaf, sketch in zip(open_update.leaves, open_update.sketches, strict=True):
             if leaf not in record.last_sketches:
                 record.last_sketches.add(leaf, sketch)
-        former, record.last_update = record.last_update, update
+        former, record.last_update, record.is_restored = record.last_update, update, False
         self._on_update(update, former, infinite)
         self.optimizers.free_sketches()
 
@@ -599,32 +623,55 @@ class Watcher:
                 f"{format_names(alone)}: clip_grad_norm_ shrinks them by another factor than the rest"
             )
 
-    def _find_substitutes(self, record: OptimizerRecord, params: list[Tensor]) -> None:
+    def _find_substitutes(
+        self, record: OptimizerRecord, params: list[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
         """Find the parameters that get the gradients of others: FSDP2's shards, and float32 copies."""
         if any(map(is_distributed, params)):
             if not self._leaves.has_substitutes:
                 for shard, whole in find_unsharded():
                     self._leaves.let_stand_for(shard, whole)
-        elif record.number not in self.history.optimizers:
-            self._find_copies(record, params)
+        else:
+            self._find_copies(record, dict(zip(params, gradients, strict=True)))
 
-    def _find_copies(self, record: OptimizerRecord, params: list[Tensor]) -> None:
-        """Match an optimizer's copies, by their values, with the parameters that get gradients."""
+    def _find_copies(self, record: OptimizerRecord, gradients: dict[Tensor, Tensor | None]) -> None:
+        """Match an optimizer's copies, by their values, with the parameters that get gradients.
+
+        A parameter without a gradient in the first update is matched in a later one.
+        """
+        if record.number in self.history.optimizers:
+            if not self._leaves.has_substitutes:
+                return
+            params = [param for param in gradients if not self._leaves.is_substituted(param)]
+            if not 0 < len(params) < len(gradients):
+                return
+            gradients = {param: gradients[param] for param in params}
         numbers = {number for each in self.history.window(record.number) for number in each.sketches}
-        if not numbers.isdisjoint(map(self._leaves.watch, params)):
+        if not numbers.isdisjoint(map(self._leaves.watch, gradients)):
             return
         free = self._leaves.find_all(numbers - self.optimizers.owned_numbers())
-        for param in params:
+        for param, gradient in gradients.items():
             equal = [
                 leaf
                 for leaf in free
                 if leaf.shape == param.shape and torch.equal(leaf, param.to(leaf.device, leaf.dtype))
             ]
-            if equal:
-                free = [leaf for leaf in free if leaf is not equal[0]]
-                number = self._leaves.let_stand_for(param, equal[0])
+            if gradient is not None and equal:
+                found = max(equal, key=lambda leaf: self._likeness(record, leaf, gradient))
+                free = [leaf for leaf in free if leaf is not found]
+                number = self._leaves.let_stand_for(param, found)
                 record.owned.pop(number, None)
                 record.owned_mask &= ~(1 << number)
+
+    def _likeness(self, record: OptimizerRecord, leaf: Tensor, gradient: Tensor) -> float:
+        """Return the cosine of a gradient and the sum of what the window's passes deliver to a leaf.
+
+        It tells parameters of equal values apart, as those of normalization layers at the beginning.
+        """
+        number, wanted = self._leaves.watch(leaf), self._sketch(gradient, leaf.shape)
+        passes = [each.sketches for each in self.history.window(record.number) if number in each.sketches]
+        total = torch.stack([sketches[number] for sketches in passes]).sum(0)
+        return float(torch.nn.functional.cosine_similarity(total, wanted.to(total.device), dim=0))
 
 
 def used_gradients(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor | None]:
@@ -638,6 +685,15 @@ def used_gradients(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor | No
     return [param.grad if is_of_torch else _main_grad(param) for param in params]
 
 
+def _only_makes_state(optimizer: Any, gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether a step changes nothing, as `torch.distributed.checkpoint` makes it before it loads."""
+    rates = [group.get("lr", 1.0) for group in getattr(optimizer, "param_groups", ())]
+    if not rates or any(rates):
+        return False
+    given = [gradient for gradient in gradients if gradient is not None]
+    return bool(given) and not any(map(torch.any, given))
+
+
 def _main_grad(param: Tensor) -> Tensor | None:
     """Return `main_grad` if there is one and other code has added to it, else p.grad."""
     main_grad = getattr(param, "main_grad", None)
@@ -647,7 +703,7 @@ def _main_grad(param: Tensor) -> Tensor | None:
 
 
 def find_repetitions(update: Update) -> dict[int, BackwardPass]:
-    """Find losses that go through backward() twice.
+    """Find losses that go through backward() twice, and count their runs.
 
     Returns:
         By a pass's number: the first pass of the same loss.
@@ -658,8 +714,7 @@ def find_repetitions(update: Update) -> dict[int, BackwardPass]:
         if original is not None and all(
             torch.allclose(each.sketches[leaf], original.sketches[leaf]) for leaf in each.sketches
         ):
-            text = "a loss goes through backward() twice, so its micro-batch counts 2 times"
-            update.add_problem("double", "twice", text, at=each, factor=2.0)
+            original.runs += 1
             originals[each.number], each.excused = original, "used"
     contained = Counter(
         originals[number].number for each in update.passes for number in each.contains if number in originals

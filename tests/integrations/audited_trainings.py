@@ -405,6 +405,16 @@ def right_keras_no_accumulation():
 
 
 @case
+def right_keras_clips():
+    """Keras clips each parameter by itself."""
+    import case_keras as cases
+
+    for clipping in ({"clipnorm": 0.05}, {"clipvalue": 1e-3}):
+        chosen = cases.momentum(gradient_accumulation_steps=cases.STEPS, **clipping)
+        cases.fit(cases.regression(), chosen, cases.full_windows(), cases.MICRO, "mse", EPOCHS)
+
+
+@case
 def right_keras_ours():
     train_keras(0, with_ours=True)
 
