@@ -68,11 +68,12 @@ c10::OperatorHandle library_operator(const char* name) {
 }
 
 // Whether the groups have these parameters, by identity.
-bool have_parameters(const py::list& groups, const py::list& known) {
-  if (groups.size() != known.size()) return false;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    PyObject* const group = PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(i));
-    PyObject* const expected = PyList_GET_ITEM(known.ptr(), static_cast<Py_ssize_t>(i));
+bool have_parameters(const py::object& groups, const py::list& known) {
+  if (!PyList_Check(groups.ptr())) return false;
+  if (PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(known.ptr())) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.ptr()); ++i) {
+    PyObject* const group = PyList_GET_ITEM(groups.ptr(), i);
+    PyObject* const expected = PyList_GET_ITEM(known.ptr(), i);
     PyObject* const params = PyDict_Check(group) ? PyDict_GetItemString(group, "params") : nullptr;
     if (params == nullptr || !PyList_Check(params)) return false;
     if (PyList_GET_SIZE(params) != PyList_GET_SIZE(expected)) return false;
@@ -551,7 +552,7 @@ bool Engine::any_gradient() const {
                      [](const auto& slot) { return slot->parameter().grad().defined(); });
 }
 
-bool Engine::step(const py::list& groups, const py::list& known) {
+bool Engine::step(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);  // another thread's backward pass may hold it
   if (!lock.owns_lock()) return false;
   if (!plan_ || !backwards_.empty() || !window_->ran || window_->micro_step + 1 >= plan_->steps) return false;
@@ -568,7 +569,7 @@ bool Engine::has_nothing_to_clear() {
   return 0 < window_->micro_step && window_->micro_step < plan_->steps && may_use_plan();
 }
 
-bool Engine::begin_update(const py::list& groups, const py::list& known) {
+bool Engine::begin_update(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return false;
@@ -590,7 +591,7 @@ bool Engine::end_update() {
   return true;
 }
 
-bool Engine::clear_used(const py::list& groups, const py::list& known) {
+bool Engine::clear_used(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python hooks new nodes

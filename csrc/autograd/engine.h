@@ -121,16 +121,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_slots(std::vector<SlotPointer> slots);
   // Runs `step()` in the middle of a window; false leaves it to Python. groups: of the inner optimizer.
   // known: the parameters of each group as Python has seen them last.
-  bool step(const pybind11::list& groups, const pybind11::list& known);
+  bool step(const pybind11::object& groups, const pybind11::list& known);
   // Whether `zero_grad()` now does nothing, because it is in the middle of a window.
   bool has_nothing_to_clear();
   // Ends a window's last micro-batch, if its update has only to run the inner optimizer; else false.
   // Arguments as of `step`.
-  bool begin_update(const pybind11::list& groups, const pybind11::list& known);
+  bool begin_update(const pybind11::object& groups, const pybind11::list& known);
   // After the update: p.grad holds what it has used. False where Python must look at p.grad.
   bool end_update();
   // Clears the gradients that an update has used, if nothing else is to be cleared; else false.
-  bool clear_used(const pybind11::list& groups, const pybind11::list& known);
+  bool clear_used(const pybind11::object& groups, const pybind11::list& known);
 
   // Whether all parameters are as Python has seen them last; false if there are none.
   bool are_as_seen() const;
