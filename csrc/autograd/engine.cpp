@@ -104,10 +104,13 @@ Engine::Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shar
       sums_(std::move(sums)),
       window_(std::move(window)),
       callbacks_(callbacks),
-      queue_(limit, [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
-                           const std::shared_ptr<BackwardPass>& backward) {
-        add_in_python(slots, std::move(gradients), backward);
-      }) {
+      queue_(
+          limit,
+          [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
+                 const std::shared_ptr<BackwardPass>& backward) {
+            add_in_python(slots, std::move(gradients), backward);
+          },
+          [this] { with_gil([this] { window_->note_interruption(); }); }) {
   for (PyObject* callback : {callbacks_.begin, callbacks_.receive, callbacks_.add, callbacks_.scale,
                              callbacks_.stored, callbacks_.finish}) {
     Py_INCREF(callback);
@@ -199,7 +202,7 @@ bool Engine::add(const std::shared_ptr<BackwardPass>& backward, const SlotPointe
   const at::Tensor sum = sums_->current(*slot);
   if (must_add_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
     backward->in_python = true;
-    queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, /*may_wait=*/is_unshared);
+    queue_.add_in_python(slot, gradient, backward, /*may_wait=*/is_unshared);
     return true;
   }
   if (gradient.sizes() != parameter.sizes()) return false;
@@ -233,7 +236,7 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
 void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
                  const Addition& addition, bool is_unshared) {
   if (sum.is_cpu()) return run_now(sum, gradient, addition);
-  queue_.add(slot, sum, gradient, addition, /*backward=*/nullptr, /*may_wait=*/is_unshared);
+  queue_.add(slot, sum, gradient, addition, /*may_wait=*/is_unshared);
 }
 
 void Engine::run_now(const at::Tensor& sum, const at::Tensor& gradient, const Addition& addition) {
