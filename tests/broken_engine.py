@@ -513,8 +513,10 @@ tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
 -            handle.remove()
 +            pass
 # without the engine, a backward pass ends after discard()
--if owner is not None and owner._backwards.get(backward.identity) is backward:
-+if owner is not None:
+-        if self._backwards.get(backward.identity) is backward:
+-            thread =
++        if True:
++            thread =
 # without the engine, hooks are traced inside a compiled function
 -        @runs_as_written
          def before

@@ -437,6 +437,7 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
     const Lock lock(mutex_);
     const auto found = backwards_.find(backward->identity);
     if (found == backwards_.end() || found->second != backward) return;  // Python has dropped it
+    note_thread();
     if (!backward->in_python && backwards_.size() == 1) {
       queue_.join();
       const bool is_done = with_gil([&] {
@@ -457,6 +458,12 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
     throw;
   }
   with_gil([&] { py::handle(callbacks_.finish)(backward); });
+}
+
+void Engine::note_thread() {
+  const std::thread::id thread = std::this_thread::get_id();
+  if (last_thread_ != std::thread::id() && last_thread_ != thread) has_threads_ = true;
+  last_thread_ = thread;
 }
 
 bool Engine::drop(const std::shared_ptr<BackwardPass>& backward) {

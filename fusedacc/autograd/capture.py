@@ -8,7 +8,6 @@ others. This file begins and ends those that the engine leaves to Python, as doc
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
@@ -55,8 +54,6 @@ class Capture:
         self._warned = False
         self._postponed: list[PostponedProduct] | None = None
         self._policy = policy
-        #: The thread that has ended the last backward pass that Python has handled.
-        self._thread: int | None = None
         reference = weakref.ref(self)
         policy.shards.receiver = reference
         #: It has the hooks, and shares the state of the sums and of the window.
@@ -289,7 +286,6 @@ class Capture:
         if len(self.engine.backwards()) > 1:
             self.drop_failed_backwards()
         with self.engine.lock:  # other threads may end passes during this call
-            self._note_thread()
             backward.has_ended = True
             backward.inner = not all(other.has_ended for other in self.engine.backwards())
         self._policy.end_backward(backward, self.registry.refresh, outermost=not backward.inner)
@@ -297,12 +293,6 @@ class Capture:
         self.drop_failed_backwards()
         if backward.captures and not (backward.stored or self.engine.backwards()):
             self._let_go_on()
-
-    def _note_thread(self) -> None:
-        """Record the thread that ends a backward pass, which is the one that has called it."""
-        thread = threading.get_ident()
-        self._policy.has_threads |= self._thread not in (None, thread)
-        self._thread = thread
 
     def _let_go_on(self) -> None:
         """Let the engine handle the next backward passes, if they are like the last one."""

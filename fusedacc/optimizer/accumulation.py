@@ -65,9 +65,6 @@ class Accumulation:
         self.ranks = RankReduction(window, accumulators)
         #: Whether an update without clipping or a loss scale has only to run the inner optimizer.
         self.updates_plainly = False
-        #: Whether several threads have run backward passes. Then one that has not reached a hook yet may be
-        #: writing to p.grad, so gradients that no hook has announced stay there until `step()`.
-        self.has_threads = False
         self._attached: AttachedSchedule | None = None
         #: The parameters that FSDP2 has sharded, added when they are hooked.
         self.shards = Shards(window.reduction)
@@ -334,7 +331,9 @@ class Accumulation:
         if self.window.autograd_stores and outermost and backward.captures:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
         if outermost and backward.captures and self.collects_after(backward):
-            if not self.has_threads:
+            # Another thread's backward pass, which has not reached a hook yet, may be writing to p.grad. So with
+            # several threads, gradients that no hook has announced stay there until `step()`.
+            if not self.accumulators.engine.has_threads:
                 self.collect_plain(refresh)
             elif self.publishes_after(backward):
                 self.collect(self._slots if self.ranks.parallel is not None else backward.stored, refresh)
