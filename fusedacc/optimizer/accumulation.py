@@ -258,7 +258,7 @@ class Accumulation:
         gradient = slot.param.grad
         if backward.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
             return
-        backward.added = True
+        backward.added = not backward.drops
         if not (self.window.adds_stored or slot.grad_state == GradState.AUTOGRAD_PENDING):
             self._own(slot, gradient)
             return
@@ -351,12 +351,23 @@ class Accumulation:
 
     def forget_backward(self, backward: Any, failed: bool) -> None:
         """End a backward pass. If it has `failed`, taint the window if anything was added."""
-        if (
-            failed
-            and not backward.ignored
-            and (backward.added or any(slot.param.grad is not None for slot in backward.stored))
-        ):
+        if not failed or backward.ignored:
+            return
+        is_alone = not (self.window.unsynchronised or self.window.deferred or self.accumulators.engine.backwards())
+        if backward.drops and is_alone:  # p.grad holds only gradients of weight 0
+            self._drop_stored(backward.stored)
+        elif backward.added or any(slot.param.grad is not None for slot in backward.stored):
             self.window.note_interruption()
+
+    def _drop_stored(self, slots: Sequence[Slot]) -> None:
+        """Drop the gradients that autograd has stored in a backward pass."""
+        if not self.window.counted:
+            self._grads.take_autograd_gradients(slots)
+            return
+        for slot in slots:
+            gradient = slot.param.grad
+            if gradient is not None and slot.is_foreign(gradient):
+                slot.param.grad = None
 
     # A pipeline schedule's `step()`, which counts as one backward pass
 

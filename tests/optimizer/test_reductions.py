@@ -96,3 +96,41 @@ def test_weight_zero_adds_nothing_even_if_the_gradient_is_nan():
                 (weight * value).backward()
             optimizer.step()
         assert weight.item() == -3.0
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("a backward pass fails")
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("native", [True, False], ids=["engine", "no engine"])
+@pytest.mark.parametrize("steps", [2, None])
+def test_a_micro_batch_of_weight_zero_that_fails_changes_nothing(monkeypatch, steps, native, hooked):
+    if not native:
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([first, second], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="weighted")
+    if hooked:
+        second.register_post_accumulate_grad_hook(lambda _: None)
+    for weight in (1.0, 0.0, 3.0):
+        with optimizer.accumulate(weight=weight):
+            branch = first * 2.0
+            if weight:
+                (branch + weight * second).sum().backward()
+            else:  # the gradient of `second` comes first
+                loss = Failing.apply(branch).sum() + (second * torch.nan).sum()
+                with pytest.raises(ValueError, match="a backward pass fails"):
+                    loss.backward()
+        if steps and weight:
+            optimizer.step()
+    if not steps:
+        optimizer.step()
+    assert first.tolist() == [1.0 - 2.0] * 3
+    assert second.tolist() == [1.0 - (1.0 * 1.0 + 3.0 * 3.0) / 4.0] * 3
