@@ -307,7 +307,8 @@ class CountedLoop(Loop):
         if fsdp.is_fsdp(model):
             synchronises = window.will_update or self._accumulation.shards.must_synchronise
             return fsdp.synchronising(model, synchronises)
-        if hasattr(model, "no_sync") and not window.reduction.scales_by_weight:
+        # p.grad of several micro-batches cannot be separated if the weight of one is 0.
+        if hasattr(model, "no_sync") and not window.reduction.weighs:
             window.deferred = not window.will_update and may_defer(model)
             if window.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
