@@ -331,7 +331,7 @@ class Accumulation:
         if self.window.autograd_stores and outermost and backward.captures:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
         if outermost and backward.captures and self.collects_after(backward):
-            # Another thread's backward pass, which has not reached a hook yet, may be writing to p.grad. So with
+            # Another thread's backward pass that has not reached a hook yet may be writing to p.grad. So with
             # several threads, gradients that no hook has announced stay there until `step()`.
             if not self.accumulators.engine.has_threads:
                 self.collect_plain(refresh)
@@ -353,8 +353,7 @@ class Accumulation:
         """End a backward pass. If it has `failed`, taint the window if anything was added."""
         if not failed or backward.ignored:
             return
-        is_alone = not (self.window.unsynchronised or self.window.deferred or self.accumulators.engine.backwards())
-        if backward.drops and is_alone:  # p.grad holds only gradients of weight 0
+        if backward.drops and not self.accumulators.engine.backwards():  # p.grad has only what does not count
             self._drop_stored(backward.stored)
         elif backward.added or any(slot.param.grad is not None for slot in backward.stored):
             self.window.note_interruption()

@@ -325,8 +325,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             model: a DistributedDataParallel is attached as by `data_parallel=`, at the first use between two
                 windows. A model of FSDP2, or any other with `no_sync()`, synchronises gradients only in the
                 window's last micro-batch. In a manual loop, and one of the others also with weights, it
-                synchronises in every micro-batch. With an attached pipeline schedule, pass any module: it applies to all
-                stages.
+                synchronises in every micro-batch. With an attached pipeline schedule, pass any module: it
+                applies to all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
                 later on the yielded object (see `MicroBatch.weight`).
