@@ -443,7 +443,7 @@ tests/optimizer/test_middle_of_window.py
 # the gradients of a frozen parameter are taken
 -  if (!parameter.requires_grad()) return Reason::kFrozen;
 # a reducer outside sees no gradient
--  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
+-  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kHookAfterNode;
 # the wrapper's own ranks count as a reducer outside
 -slot.may_be_reduced_outside && node != nullptr
 +node != nullptr
@@ -455,10 +455,10 @@ tests/optimizer/test_middle_of_window.py
 -has_hooks_that_act(parameter) ? Reason::kWeightHook :
 +false ? Reason::kWeightHook :
 # a gradient that autograd must store is taken, if a hook needs it
--  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
-+  return reason == Reason::kReducedOutside;
+-  return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;
++  return reason == Reason::kHookAfterNode;
 # a gradient that autograd must store is taken, if a reducer needs it
--  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
+-  return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;
 +  return reason == Reason::kPostAccumulateHook;
 csrc/autograd:
 tests/autograd/test_ignored.py tests/optimizer/test_contract.py tests/accumulators

@@ -60,7 +60,7 @@ class FallbackEngine:
         def before(gradients: tuple[Tensor | None]) -> None:
             owner = engine()
             if owner is not None and slot.param.requires_grad and owner.enter() is not None:
-                reason = "reduced_outside" if slot.is_reduced_outside() else "no_engine"
+                reason = "hook_after_node" if slot.is_reduced_outside() else "no_engine"
                 with owner.lock:
                     owner._receive(slot, gradients[0], reason, False)
 

@@ -219,10 +219,11 @@ class Slot(engine.Slot):
         self.has_path = bool(paths)
 
     def is_reduced_outside(self) -> bool:
-        """Whether code outside the wrapper reduces the gradient over ranks, and reads p.grad to do so.
+        """Whether code outside the wrapper may reduce the gradient over ranks, and read p.grad to do so.
 
         DistributedDataParallel, FSDP1 and the reducers of Megatron, Apex and DeepSpeed do so in post-hooks of
-        the AccumulateGrad node. Only native code can see these. Without it, any process group counts as one.
+        the AccumulateGrad node: it is the engine's reason `hook_after_node`, with a process group. Only
+        native code can see these hooks. Without it, any process group counts as one.
         """
         may_be = self.may_be_reduced_outside and torch_state.process_group_up()
         return may_be and native_module.has_post_hook(self.param)

@@ -24,7 +24,7 @@ from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
 from ..kernels.torch_state import on_stream, weakly
-from .reasons import LEFT_TO_AUTOGRAD, REDUCED_OUTSIDE
+from .reasons import HOOK_AFTER_NODE, LEFT_TO_AUTOGRAD
 from .registration import HookRegistry
 
 
@@ -131,7 +131,7 @@ class Capture:
         self._complete([slot])
         if not backward.captures or reason in LEFT_TO_AUTOGRAD:
             self._policy.leave_to_autograd(backward, slot)
-            if reason == REDUCED_OUTSIDE:
+            if reason == HOOK_AFTER_NODE:
                 backward.reduced_outside = True
             elif backward.captures and self._policy.adds_after_hooks():
                 self.engine.collect_after_node(slot)
