@@ -29,7 +29,8 @@ from ..nn import name_slots
 from . import checkpoint
 from .accumulation import Accumulation
 from .explain import explain
-from .loops import CountedLoop, LossScaleLink, ManualLoop
+from .loops import CountedLoop, ManualLoop
+from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
