@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.engine import BackwardPass
-from ..accumulators.param import owns_memory
+from ..accumulators.memory import owns_memory
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
 from ..distributed.unattached_ddp import SynchronisationCheck
