@@ -388,7 +388,6 @@ class Accumulation:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(backward, slot)
         window.in_schedule = True
-        failed = True
         try:
             yield
             window.in_schedule = False
@@ -401,17 +400,22 @@ class Accumulation:
             if self.ranks.parallel is not None:
                 self.ranks.parallel.note_schedule()
             self.end_backward(backward, refresh, outermost=True)
-            failed = False
+        except BaseException:
+            if window.micro.schedule_divisor is not None:
+                self._note_failed_schedule(backward)
+            self.forget_backward(backward, failed=True)
+            raise
         finally:
-            micro = window.micro
-            if micro.schedule_divisor is not None:  # the `step()` has failed
-                backward.added = backward.added or self._added_in_schedule
-                if not window.counted:
-                    backward.added = bool(grads.take_autograd_gradients(self._slots)) or backward.added
-                    backward.stored = []  # p.grad is the accumulator again
             window.in_schedule = False
-            micro.schedule_divisor = None
-            self.forget_backward(backward, failed)
+            window.micro.schedule_divisor = None
+
+    def _note_failed_schedule(self, backward: Any) -> None:
+        """Note whether an attached schedule's `step()` has added gradients before it failed."""
+        backward.added = backward.added or self._added_in_schedule
+        if not self.window.counted:
+            stored = self._grads.take_autograd_gradients(self._slots)
+            backward.added = backward.added or bool(stored)
+            backward.stored = []  # p.grad is the accumulator again
 
     def count_delivery(self, slot: Slot) -> None:
         if self.ranks.parallel is not None and not self.window.ignoring:
