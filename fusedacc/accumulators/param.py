@@ -123,7 +123,7 @@ class Slot(engine.Slot):
         self.segment = None
 
     def describe(self) -> None:
-        """Read the parameter's dtype, device and layout."""
+        """Read the parameter's dtype, device and shape."""
         param = self.param
         dtype = self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
@@ -136,7 +136,8 @@ class Slot(engine.Slot):
         #: The number of elements of the parameter, or of its shard on this rank.
         self.local_numel = local(param).numel()
         self.shape = param.shape
-        self.strides = _gradient_strides(param)
+        #: The parameter's strides and those of its gradient, as last computed.
+        self._strides: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
@@ -162,6 +163,14 @@ class Slot(engine.Slot):
                 param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:
                 param.grad = gradient.to(param.grad_dtype or gradient.dtype)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides that autograd gives a gradient. `p.data = p.data.t()` changes them unseen."""
+        of_param = self.param.stride()
+        if self._strides is None or self._strides[0] != of_param:
+            self._strides = of_param, _gradient_strides(self.param)
+        return self._strides[1]
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -208,9 +217,10 @@ class Slot(engine.Slot):
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient has the strides that p.grad needs; dimensions of size 1 do not matter."""
         strides = gradient.stride()
-        return strides == self.strides or all(
+        wanted = self.strides
+        return strides == wanted or all(
             size == 1 or have == want
-            for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
+            for size, have, want in zip(gradient.shape, strides, wanted, strict=True)
         )
 
 
