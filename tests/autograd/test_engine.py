@@ -370,3 +370,15 @@ def test_an_unfinished_backward_pass_of_another_thread_keeps_its_gradient():
     optimizer.flush()
     assert first.tolist() == [1.0 - 5.0] * 3
     assert second.tolist() == [1.0 - 2.0] * 3
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["engine", "no engine"])
+def test_a_backward_pass_that_was_discarded_does_not_count(monkeypatch, native):
+    if not native:
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([second], lr=1.0), 2)
+    branch = Meanwhile.apply(first * 2.0, optimizer.discard)
+    (branch.sum() + (second * 2.0).sum()).backward()  # the gradient of `second` comes first
+    assert not optimizer.has_partial_window
+    assert second.grad is None
