@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 
 from .kernels.torch_state import common_device, to_device
 from .optimizer import AccumulatingOptimizer
-from .optimizer.loops import LossScaleLink
+from .optimizer.loss_scale import LossScaleLink
 from .optimizer.update import Scaling
 
 __all__ = ["GradScaler"]

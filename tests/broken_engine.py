@@ -63,6 +63,8 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 # a sum has a gradient's layout
 -if (!same_layout(gradient, parameter) || !is_plain(gradient)
 +if (!is_plain(gradient)
+# a gradient of inference mode becomes the sum
+-  if (gradient.is_inference()) return false;  // a sum needs a version counter
 # a gradient with a graph becomes the sum
 -!is_plain(gradient) || gradient.requires_grad()) return
 +!is_plain(gradient)) return
@@ -85,6 +87,12 @@ tests/nn/test_native_functions.py
 -is_plain(sum) &&
 -         !sum.is_inference();
 +is_plain(sum);
+# gradients of other backward passes are lost without a taint
+-    note_loss_();  // of other
++    // of other
+# all backward passes seem to end in one thread
+-last_thread_ != thread) has_threads_ = true;
++last_thread_ != thread) has_threads_ = false;
 # an addition to a sum leaves no taint if the backward pass fails
 -    backward->added = true;  // also if it fails half-way
 -    if (is_ordinary
@@ -413,7 +421,7 @@ tests/optimizer/test_middle_of_window.py
 # the gradients of a frozen parameter are taken
 -  if (!parameter.requires_grad()) return Reason::kFrozen;
 # a reducer outside sees no gradient
--  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
+-  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kHookAfterNode;
 # the wrapper's own ranks count as a reducer outside
 -slot.may_be_reduced_outside && node != nullptr
 +node != nullptr
@@ -425,10 +433,10 @@ tests/optimizer/test_middle_of_window.py
 -has_hooks_that_act(parameter) ? Reason::kWeightHook :
 +false ? Reason::kWeightHook :
 # a gradient that autograd must store is taken, if a hook needs it
--  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
-+  return reason == Reason::kReducedOutside;
+-  return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;
++  return reason == Reason::kHookAfterNode;
 # a gradient that autograd must store is taken, if a reducer needs it
--  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
+-  return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;
 +  return reason == Reason::kPostAccumulateHook;
 csrc/autograd:
 tests/autograd/test_ignored.py tests/optimizer/test_contract.py tests/accumulators
@@ -483,8 +491,10 @@ tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
 -            handle.remove()
 +            pass
 # without the engine, a backward pass ends after discard()
--if owner is not None and owner._backwards.get(backward.identity) is backward:
-+if owner is not None:
+-        if self._backwards.get(backward.identity) is backward:
+-            thread =
++        if True:
++            thread =
 # without the engine, hooks are traced inside a compiled function
 -        @runs_as_written
          def before

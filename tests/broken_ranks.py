@@ -165,8 +165,8 @@ fusedacc/optimizer: tests/distributed/test_pipelines.py::TestOnOneRank
 -return self.micro.weight if divisor == 1 else self.micro.weight / divisor
 +return self.micro.weight
 # a failed step of an attached schedule goes unnoticed
--            backward.added = backward.added or self._added_in_schedule
-+            pass
+-        backward.added = backward.added or self._added_in_schedule
++        pass
 fusedacc/distributed: tests/distributed/test_attached_pipelines.py -k once_in_a_window
 # FSDP2 reduces in each step of a pipeline schedule whatever it is told
 -if defers and is_fsdp(module):

@@ -76,11 +76,12 @@ c10::OperatorHandle library_operator(const char* name) {
 }
 
 // Whether the groups have these parameters, by identity.
-bool have_parameters(const py::list& groups, const py::list& known) {
-  if (groups.size() != known.size()) return false;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    PyObject* const group = PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(i));
-    PyObject* const expected = PyList_GET_ITEM(known.ptr(), static_cast<Py_ssize_t>(i));
+bool have_parameters(const py::object& groups, const py::list& known) {
+  if (!PyList_Check(groups.ptr())) return false;
+  if (PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(known.ptr())) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.ptr()); ++i) {
+    PyObject* const group = PyList_GET_ITEM(groups.ptr(), i);
+    PyObject* const expected = PyList_GET_ITEM(known.ptr(), i);
     PyObject* const params = PyDict_Check(group) ? PyDict_GetItemString(group, "params") : nullptr;
     if (params == nullptr || !PyList_Check(params)) return false;
     if (PyList_GET_SIZE(params) != PyList_GET_SIZE(expected)) return false;
@@ -111,10 +112,13 @@ Engine::Engine(AddFlat add, int64_t limit, std::shared_ptr<Sums> sums, std::shar
       sums_(std::move(sums)),
       window_(std::move(window)),
       callbacks_(callbacks),
-      queue_(limit, [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
-                           const std::shared_ptr<BackwardPass>& backward) {
-        add_in_python(slots, std::move(gradients), backward);
-      }) {
+      queue_(
+          limit,
+          [this](const LaunchQueue::Slots& slots, std::vector<at::Tensor> gradients,
+                 const std::shared_ptr<BackwardPass>& backward) {
+            add_in_python(slots, std::move(gradients), backward);
+          },
+          [this] { with_gil([this] { window_->note_interruption(); }); }) {
   for (PyObject* callback : {callbacks_.begin, callbacks_.receive, callbacks_.add, callbacks_.scale,
                              callbacks_.stored, callbacks_.finish}) {
     Py_INCREF(callback);
@@ -206,7 +210,7 @@ bool Engine::add(const std::shared_ptr<BackwardPass>& backward, const SlotPointe
   const at::Tensor sum = sums_->current(*slot);
   if (must_add_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
     backward->in_python = true;
-    queue_.add(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, /*may_wait=*/is_unshared);
+    queue_.add_in_python(slot, gradient, backward, /*may_wait=*/is_unshared);
     return true;
   }
   if (!sum.defined()) {
@@ -239,7 +243,7 @@ void Engine::add_first(const SlotPointer& slot, const at::Tensor& parameter, con
 void Engine::run(const SlotPointer& slot, const at::Tensor& sum, const at::Tensor& gradient,
                  const Addition& addition, bool is_unshared) {
   if (sum.is_cpu()) return run_now(sum, gradient, addition);
-  queue_.add(slot, sum, gradient, addition, /*backward=*/nullptr, /*may_wait=*/is_unshared);
+  queue_.add(slot, sum, gradient, addition, /*may_wait=*/is_unshared);
 }
 
 void Engine::run_now(const at::Tensor& sum, const at::Tensor& gradient, const Addition& addition) {
@@ -440,6 +444,7 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
     const Lock lock(mutex_);
     const auto found = backwards_.find(backward->identity);
     if (found == backwards_.end() || found->second != backward) return;  // Python has dropped it
+    note_thread();
     if (!backward->in_python && backwards_.size() == 1) {
       queue_.join();
       const bool is_done = with_gil([&] {
@@ -460,6 +465,12 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
     throw;
   }
   with_gil([&] { py::handle(callbacks_.finish)(backward); });
+}
+
+void Engine::note_thread() {
+  const std::thread::id thread = std::this_thread::get_id();
+  if (last_thread_ != std::thread::id() && last_thread_ != thread) has_threads_ = true;
+  last_thread_ = thread;
 }
 
 bool Engine::drop(const std::shared_ptr<BackwardPass>& backward) {
@@ -556,7 +567,7 @@ bool Engine::any_gradient() const {
   return std::any_of(slots_.begin(), slots_.end(), [](const auto& slot) { return slot->p_grad().defined(); });
 }
 
-bool Engine::step(const py::list& groups, const py::list& known) {
+bool Engine::step(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);  // another thread's backward pass may hold it
   if (!lock.owns_lock()) return false;
   if (!plan_ || !backwards_.empty() || !window_->ran || window_->micro_step + 1 >= plan_->steps) return false;
@@ -573,7 +584,7 @@ bool Engine::has_nothing_to_clear() {
   return 0 < window_->micro_step && window_->micro_step < plan_->steps && may_use_plan();
 }
 
-bool Engine::begin_update(const py::list& groups, const py::list& known) {
+bool Engine::begin_update(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return false;
@@ -595,7 +606,7 @@ bool Engine::end_update() {
   return true;
 }
 
-bool Engine::clear_used(const py::list& groups, const py::list& known) {
+bool Engine::clear_used(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python hooks new nodes

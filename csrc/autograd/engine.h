@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -96,6 +97,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::shared_ptr<BackwardPass>> backwards();
   // Calls `finish` again, after the callbacks that are queued now.
   void call_back(const std::shared_ptr<BackwardPass>& backward);
+  // Whether several threads have ended backward passes.
+  bool has_threads() const { return has_threads_; }
   // Forgets a backward pass. Returns whether it was known.
   bool drop(const std::shared_ptr<BackwardPass>& backward);
 
@@ -120,16 +123,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_slots(std::vector<SlotPointer> slots);
   // Runs `step()` in the middle of a window; false leaves it to Python. groups: of the inner optimizer.
   // known: the parameters of each group as Python has seen them last.
-  bool step(const pybind11::list& groups, const pybind11::list& known);
+  bool step(const pybind11::object& groups, const pybind11::list& known);
   // Whether `zero_grad()` now does nothing, because it is in the middle of a window.
   bool has_nothing_to_clear();
   // Ends a window's last micro-batch, if its update has only to run the inner optimizer; else false.
   // Arguments as of `step`.
-  bool begin_update(const pybind11::list& groups, const pybind11::list& known);
+  bool begin_update(const pybind11::object& groups, const pybind11::list& known);
   // After the update: p.grad holds what it has used. False where Python must look at p.grad.
   bool end_update();
   // Clears the gradients that an update has used, if nothing else is to be cleared; else false.
-  bool clear_used(const pybind11::list& groups, const pybind11::list& known);
+  bool clear_used(const pybind11::object& groups, const pybind11::list& known);
 
   // Whether all parameters are as Python has seen them last; false if there are none.
   bool are_as_seen() const;
@@ -167,6 +170,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<BackwardPass> begin(int identity);
   void queue_callback(const std::shared_ptr<BackwardPass>& backward, std::shared_ptr<void> running);
   void finish(const std::shared_ptr<BackwardPass>& backward);
+  void note_thread();
   bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason,
                          bool is_unshared);
   void add_in_python(const std::vector<SlotPointer>& slots, std::vector<at::Tensor> gradients,
@@ -205,6 +209,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::recursive_mutex mutex_;
   LaunchQueue queue_;
   std::unordered_map<int, std::shared_ptr<BackwardPass>> backwards_;
+  std::thread::id last_thread_;  // that has ended a backward pass
+  std::atomic<bool> has_threads_{false};
   // The GIL guards these four.
   std::optional<Plan> plan_;
   int64_t planned_window_ = 0;  // the number of the window for which the plan was made

@@ -59,6 +59,7 @@ bool is_sole(const at::Tensor& gradient) {
 
 bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
   if (!same_layout(gradient, parameter) || !is_plain(gradient) || gradient.requires_grad()) return false;
+  if (gradient.is_inference()) return false;  // a sum needs a version counter
   const size_t users = gradient.storage().use_count();
   // A transposed product is a view of a tensor that only the view refers to.
   return gradient.is_view() ? users == 2 && gradient._base().use_count() == 1 : users == 1;

@@ -47,8 +47,18 @@ void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Ten
 }
 
 void LaunchQueue::add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-                      const Addition& addition, const std::shared_ptr<BackwardPass>& backward,
-                      bool may_wait) {
+                      const Addition& addition, bool may_wait) {
+  append(slot, sum, gradient, addition, /*backward=*/nullptr, may_wait);
+}
+
+void LaunchQueue::add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
+                                const std::shared_ptr<BackwardPass>& backward, bool may_wait) {
+  append(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, may_wait);
+}
+
+void LaunchQueue::append(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+                         const Addition& addition, const std::shared_ptr<BackwardPass>& backward,
+                         bool may_wait) {
   const std::optional<c10::Stream> stream = current_stream(gradient.device());
   const auto fits = [&](const Batch& batch) {
     return batch.stream == stream && batch.gradient_dtype == gradient.scalar_type() &&
@@ -87,22 +97,28 @@ void LaunchQueue::order_write(const std::shared_ptr<Slot>& slot) {
 }
 
 void LaunchQueue::flush() {
-  // If a launch raises, nothing waits any more: the backward pass has failed.
   std::vector<Batch> batches = std::exchange(batches_, {});
   nbytes_ = 0;
   for (const Batch& batch : batches) {
     for (const auto& slot : batch.slots) slot->waits = false;
   }
-  for (Batch& batch : batches) {
-    if (batch.stream.has_value()) {
-      for (const auto& slot : batch.slots) order(slot, *batch.stream);
-    }
-    const c10::OptionalStreamGuard on_stream(batch.stream);
-    if (batch.backward == nullptr) {
-      run_addition(batch.sums, batch.gradients, batch.addition);
-    } else {
-      add_in_python_(batch.slots, std::move(batch.gradients), batch.backward);
-    }
+  try {
+    for (Batch& batch : batches) launch(batch);
+  } catch (...) {
+    note_loss_();  // of other backward passes too, which do not fail
+    throw;
+  }
+}
+
+void LaunchQueue::launch(Batch& batch) {
+  if (batch.stream.has_value()) {
+    for (const auto& slot : batch.slots) order(slot, *batch.stream);
+  }
+  const c10::OptionalStreamGuard on_stream(batch.stream);
+  if (batch.backward == nullptr) {
+    run_addition(batch.sums, batch.gradients, batch.addition);
+  } else {
+    add_in_python_(batch.slots, std::move(batch.gradients), batch.backward);
   }
 }
 

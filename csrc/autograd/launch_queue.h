@@ -41,16 +41,19 @@ class LaunchQueue {
   using AddInPython =
       std::function<void(const Slots&, std::vector<at::Tensor>, const std::shared_ptr<BackwardPass>&)>;
 
-  // limit: bytes of gradients that may wait.
-  LaunchQueue(int64_t limit, AddInPython add_in_python)
-      : limit_(limit), add_in_python_(std::move(add_in_python)) {}
+  // limit: bytes of gradients that may wait. note_loss: called if an exception has lost gradients that
+  // waited.
+  LaunchQueue(int64_t limit, AddInPython add_in_python, std::function<void()> note_loss)
+      : limit_(limit), add_in_python_(std::move(add_in_python)), note_loss_(std::move(note_loss)) {}
 
   // Adds to the slot's sum, for which nothing waits, on the current stream with the next launch. may_wait:
   // whether no other tensor object is the gradient. Its memory may be shared: a hook must not write later to
-  // what it has returned. backward: null, or that in which Python adds the gradient, without the sum and the
-  // addition.
+  // what it has returned.
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, const std::shared_ptr<BackwardPass>& backward, bool may_wait);
+           const Addition& addition, bool may_wait);
+  // The same, but Python adds the gradient, as that of this backward pass.
+  void add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
+                     const std::shared_ptr<BackwardPass>& backward, bool may_wait);
   // The caller is about to write to the slot's sum on the current stream: orders this after all earlier
   // writes to the sum.
   void order_write(const std::shared_ptr<Slot>& slot);
@@ -76,11 +79,17 @@ class LaunchQueue {
     std::vector<at::Tensor> gradients{};
   };
 
+  // Puts a gradient into a batch, which is new unless there is one with the same stream, dtype, addition and
+  // backward pass. sum: undefined where Python adds.
+  void append(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
+              const Addition& addition, const std::shared_ptr<BackwardPass>& backward, bool may_wait);
+  void launch(Batch& batch);
   // Lets `stream` wait for the last write to the slot's sum, and records a write on `stream`.
   void order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream);
 
   const int64_t limit_;
   const AddInPython add_in_python_;
+  const std::function<void()> note_loss_;
   int64_t nbytes_ = 0;
   std::vector<Batch> batches_;
   Slots written_;                     // slots with a `writer`

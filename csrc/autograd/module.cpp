@@ -216,6 +216,7 @@ void define_engine(py::module_& module) {
       .def("set_rounds_stochastically", &Engine::set_rounds_stochastically)
       .def("set_postpones", &Engine::set_postpones)
       .def("note_bypass", &Engine::note_bypass)
+      .def_property_readonly("has_threads", &Engine::has_threads)
       .def_property_readonly("is_bypassed", &Engine::is_bypassed)
       .def_static("set_watched", &Engine::set_watched)
       .def_static("reason_for", [](const Slot& slot) { return name_of(reason_for(slot)); })

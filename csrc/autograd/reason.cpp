@@ -16,8 +16,8 @@ const char* name_of(Reason reason) {
       return "not_a_leaf";
     case Reason::kSharded:
       return "sharded";
-    case Reason::kReducedOutside:
-      return "reduced_outside";
+    case Reason::kHookAfterNode:
+      return "hook_after_node";
     case Reason::kPostAccumulateHook:
       return "post_accumulate_hook";
     case Reason::kNeedsEager:
@@ -36,7 +36,7 @@ Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::au
   if (!parameter.requires_grad()) return Reason::kFrozen;
   if (!parameter.is_leaf()) return Reason::kNotALeaf;
   if (slot.sharded) return Reason::kSharded;
-  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kReducedOutside;
+  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kHookAfterNode;
   if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
   if (slot.needs_eager) return Reason::kNeedsEager;
   if (!slot.has_path) return Reason::kOrdinary;
@@ -50,7 +50,7 @@ Reason reason_for(const Slot& slot) {
 }
 
 bool is_left_to_autograd(Reason reason) {
-  return reason == Reason::kReducedOutside || reason == Reason::kPostAccumulateHook;
+  return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;
 }
 
 bool may_write(const Slot& slot, const torch::autograd::AccumulateGrad& node) {

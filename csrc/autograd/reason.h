@@ -10,7 +10,7 @@ enum class Reason {
   kFrozen,              // there are none
   kNotALeaf,            // autograd passes them on
   kSharded,             // FSDP2 stores them, and Python adds them
-  kReducedOutside,      // autograd stores them for a hook after the node, as of a reducer; Python adds them
+  kHookAfterNode,       // autograd stores them for a hook after the node, as of a reducer; Python adds them
   kPostAccumulateHook,  // the same for a hook of the user
   kNeedsEager,          // Python adds them
   kWeightHook,          // the engine adds them, and no module does

@@ -137,7 +137,7 @@ void build_info(StableIValue* stack, uint64_t, uint64_t) {
 // Returns a matrix, whose rows must be contiguous.
 TensorView matrix(const OwnedTensor& tensor, const char* argument) {
   const TensorView view = view_of(tensor.get(), argument, 2);
-  if (view.sizes[1] > 1 && view.strides[1] != 1) {
+  if (view.sizes[0] > 0 && view.sizes[1] > 1 && view.strides[1] != 1) {
     fail(argument,
          "has stride " + std::to_string(view.strides[1]) + " in its second dimension; it must be 1");
   }

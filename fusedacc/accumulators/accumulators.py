@@ -15,9 +15,10 @@ from ..kernels.registry import Backend
 from .add import Adder
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
+from .memory import bytes_of, like
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
-from .param import Lane, Slot, bytes_of, like
+from .param import Lane, Slot
 from .passes import Passes
 
 

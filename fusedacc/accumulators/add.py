@@ -1,7 +1,7 @@
 """Adds gradients to accumulators. The first gradient becomes the accumulator or is written into a buffer.
 
 Note [Who owns a gradient]
-A gradient that only this package refers to may become the accumulator as it is (`param.is_sole`): no other
+A gradient that only this package refers to may become the accumulator as it is (`memory.is_sole`): no other
 code can write to it, or see it written. Every other gradient is read, not kept.
 """
 
@@ -20,7 +20,8 @@ from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
 from .deferred_scale import is_one, to_device_of
 from .in_place import InPlaceWriter
-from .param import GradState, Lane, Slot, is_sole, new_sums
+from .memory import is_sole
+from .param import GradState, Lane, Slot, new_sums
 from .passes import Passes
 from .sparse_rows import append_rows, owned_rows, scaled
 

@@ -46,6 +46,9 @@ class FallbackEngine:
         #: The slots whose gradient is added as soon as their node has run in the given graph task.
         self._collects: dict[Any, int] = {}
         self._slots: Sequence[Any] = ()
+        #: The thread that has ended the last backward pass, and whether there were others.
+        self._last_thread: int | None = None
+        self.has_threads = False
 
     def attach(self, slot: Any, node: Any) -> None:
         """Put hooks on the slot's AccumulateGrad node."""
@@ -55,7 +58,7 @@ class FallbackEngine:
         def before(gradients: tuple[Tensor | None]) -> None:
             owner = engine()
             if owner is not None and slot.param.requires_grad and owner.enter() is not None:
-                reason = "reduced_outside" if slot.is_reduced_outside() else "no_engine"
+                reason = "hook_after_node" if slot.is_reduced_outside() else "no_engine"
                 with owner.lock:
                     owner._receive(slot, gradients[0], reason, False)
 
@@ -103,6 +106,15 @@ class FallbackEngine:
         callback = functools.partial(_finish, weakref.ref(self), backward)
         self._callbacks[backward] = weakref.ref(callback)
         queue_callback(callback)
+
+    def end_backward(self, backward: Any) -> None:
+        """End a backward pass, unless it was dropped."""
+        if self._backwards.get(backward.identity) is backward:
+            thread = threading.get_ident()
+            with self.lock:
+                self.has_threads |= self._last_thread not in (None, thread)
+                self._last_thread = thread
+            self._finish(backward)
 
     def drop(self, backward: Any) -> bool:
         if self._backwards.get(backward.identity) is not backward:
@@ -162,7 +174,6 @@ class FallbackEngine:
 
 
 def _finish(engine: weakref.ref[FallbackEngine], backward: Any) -> None:
-    """End a backward pass, unless it was dropped."""
     owner = engine()
-    if owner is not None and owner._backwards.get(backward.identity) is backward:
-        owner._finish(backward)
+    if owner is not None:
+        owner.end_backward(backward)

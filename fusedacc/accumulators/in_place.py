@@ -52,46 +52,60 @@ class InPlaceWriter:
         it adds to some rows only; new memory is zeroed first, and beta is 1. part: the index of the only
         matrix of a stack that it adds to; beta is 0 for its first gradient.
         """
-        grads = self._grads
-        deferred = self._deferred
         with self._passes.lock:
             if part is None:
                 self.complete([slot])
-            accumulator = grads.current(slot)
-            fresh = accumulator is None
-            if accumulator is None and is_distributed(slot.param):
-                shard = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
-                accumulator = placed_as(slot.param, shard)
-            elif accumulator is None:
-                accumulator, written = self.begun.get(slot) or (new_sums([slot])[0], set())
-            into = local(accumulator)
-            of_whole = not by_rows and part is None
-            is_matrix = slot.fits(into) and into.dim() in (2, 3)
-            if not (is_matrix and (into.is_contiguous() or (of_whole and into.mT.is_contiguous()))):
-                return False
-            if into is not accumulator and not are_alike(accumulator, slot.param):
-                return False
-            beta: float | Tensor = 1.0
-            if fresh and part is not None:
-                beta = 1.0 if part in written else 0.0
-            elif of_whole:
-                beta = 0.0 if fresh else to_device_of(slot.beta, into)
-            else:
-                self._passes.apply_scales([slot])
-                if fresh:
-                    into.zero_()
-            write(into, to_device_of(scale, into), beta)
-            if of_whole:
-                deferred.discharge([slot])
-            if fresh and part is not None:
-                written.add(part)
-                self.begun[slot] = accumulator, written
-                slot.is_begun = True
-            elif fresh:
-                grads.put(slot, accumulator)
-            elif into is not accumulator and grads.exposed:
-                increment_version([accumulator])
-            return True
+            total = self._grads.current(slot)
+            if total is not None:
+                return self._add_to_sum(slot, total, write, scale, of_whole=not by_rows and part is None)
+            if part is not None:
+                return self._write_first_part(slot, write, scale, part)
+            return self._write_first(slot, write, scale, by_rows=by_rows)
+
+    def _add_to_sum(
+        self, slot: Slot, total: Tensor, write: Write, scale: float | Tensor, *, of_whole: bool
+    ) -> bool:
+        """Let `write` add to a sum. of_whole: whether it multiplies the sum by its deferred scale."""
+        into = local(total)
+        if not _may_write(slot, total, of_whole=of_whole):
+            return False
+        if of_whole:
+            write(into, to_device_of(scale, into), to_device_of(slot.beta, into))
+            self._deferred.discharge([slot])
+        else:
+            self._passes.apply_scales([slot])
+            write(into, to_device_of(scale, into), 1.0)
+        if into is not total and self._grads.exposed:
+            increment_version([total])
+        return True
+
+    def _write_first(self, slot: Slot, write: Write, scale: float | Tensor, *, by_rows: bool) -> bool:
+        """Let `write` write the first gradient into new memory, which becomes the sum."""
+        if is_distributed(slot.param):
+            shard = torch.empty_like(local(slot.param), dtype=slot.accumulate_dtype)
+            total = placed_as(slot.param, shard)
+        else:
+            (total,) = new_sums([slot])
+        into = local(total)
+        if not _may_write(slot, total, of_whole=not by_rows):
+            return False
+        if by_rows:
+            into.zero_()
+        write(into, to_device_of(scale, into), 1.0 if by_rows else 0.0)
+        self._deferred.discharge([slot])
+        self._grads.put(slot, total)
+        return True
+
+    def _write_first_part(self, slot: Slot, write: Write, scale: float | Tensor, part: int) -> bool:
+        """Let `write` add to one matrix of a stack that is no sum yet. Note [Partly written stacks]."""
+        stack, written = self.begun.get(slot) or (new_sums([slot])[0], set())
+        if not _may_write(slot, stack, of_whole=False):
+            return False
+        write(stack, to_device_of(scale, stack), 1.0 if part in written else 0.0)
+        written.add(part)
+        self.begun[slot] = stack, written
+        slot.is_begun = True
+        return True
 
     # Stacks of which some matrices are written
 
@@ -121,3 +135,13 @@ class InPlaceWriter:
         for slot in list(self.begun if slots is None else slots):
             self.begun.pop(slot, None)
             slot.is_begun = False
+
+
+def _may_write(slot: Slot, total: Tensor, *, of_whole: bool) -> bool:
+    """Whether modules can write to this memory. of_whole: whether they write all of it."""
+    into = local(total)
+    if not (slot.fits(into) and into.dim() in (2, 3)):
+        return False
+    if not (into.is_contiguous() or (of_whole and into.mT.is_contiguous())):
+        return False
+    return into is total or are_alike(total, slot.param)

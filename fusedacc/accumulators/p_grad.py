@@ -49,7 +49,8 @@ from torch import Tensor
 from ..kernels import torch_state
 from ..kernels.tensor_identity import TensorIdentity
 from . import engine
-from .param import GradState, Slot, owns_memory
+from .memory import owns_memory
+from .param import GradState, Slot
 
 NOT_OURS = GradState.NOT_OURS
 PUBLISHED = GradState.PUBLISHED

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import functools
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,120 +12,9 @@ from torch import Tensor
 from ..kernels import checks, native_module, registry, torch_state
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from ..kernels.local_parts import local
-from ..kernels.torch_private import FakeTensor, storage_use_count
 from . import engine
+from .memory import Segment, cut, tensor_references
 from .state import GradState
-
-#: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
-ALIGNMENT = 128
-#: References to the C++ tensor. Python's count as one. torch's type stubs lack it.
-tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-
-
-class Segment:
-    """The memory of a bucket of accumulators that are all-reduced together. buffers: the number of its views
-    that belong to the bucket.
-    """
-
-    def __init__(self, memory: Tensor, buffers: int) -> None:
-        self.memory = memory
-        self.buffers = buffers
-
-    def is_shared(self) -> bool:
-        """Whether another tensor shares the memory: a user may still hold an old p.grad, or a part of it."""
-        return storage_users(self.memory) > self.buffers + 1
-
-
-def storage_users(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of this one, itself included. A program that keeps the object
-    `untyped_storage()` counts as one more.
-    """
-    storage = tensor.untyped_storage()
-    kept = sys.getrefcount(storage) > _references_to_storage()
-    return storage_use_count(storage._cdata) - 1 + kept  # less the object just made
-
-
-@functools.cache
-def _references_to_storage() -> int:
-    """Return what `storage_users` counts where nothing else has the object. torch releases differ."""
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage)
-
-
-def owns_memory(tensor: Tensor) -> bool:
-    """Whether only the tensor, and the base that it is a view of, use its memory."""
-    users = storage_users(tensor)
-    if tensor._base is None:
-        return users == 1
-    # For a fake view of a view torch also keeps the tensor in between, as in a product's transposed gradient.
-    return users == 2 or (users == 3 and type(tensor) is FakeTensor)
-
-
-def _count_references(tensors: list[Tensor], index: int) -> int:
-    tensor = tensors[index]
-    return sys.getrefcount(tensor)
-
-
-def _count_base_references(view: Tensor) -> int:
-    base = view._base
-    return sys.getrefcount(base)
-
-
-#: References to an entry of a list in a function: the list's, the variable's and the argument's.
-_PICKED = _count_references([torch.empty(0)], 0)
-#: References to the base of a view. Some torch releases count one reference from C++.
-_PICKED_BASE = _count_base_references(torch.empty(2)[:1])
-
-
-def is_sole(gradients: list[Tensor], index: int) -> bool:
-    """Whether only the list refers to a gradient and its memory, so that it may become an accumulator.
-
-    This is stricter than AccumulateGrad, which counts the tensor's references only and can give the same
-    memory to two parameters (two views of one gradient). A view keeps its base alive, so the base must have
-    no other user. A gradient with a graph or a lazy negation never qualifies.
-    """
-    gradient = gradients[index]
-    if gradient.requires_grad or gradient.is_neg() or gradient._is_zerotensor():
-        return False
-    if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
-        return False
-    base = gradient._base
-    if base is None:
-        return owns_memory(gradient)
-    # The view and this variable refer to the base; every fake view refers to it twice.
-    fake = type(gradient) is FakeTensor
-    known = 2 * storage_users(gradient) - 1 if fake else 2
-    sole = sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == known
-    return sole and owns_memory(gradient)
-
-
-def cut(
-    layouts: Sequence[tuple[torch.Size, Sequence[int]]], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
-    """Allocate one piece of uninitialised memory, and return it with views of these shapes and strides."""
-    unit = ALIGNMENT // dtype.itemsize
-    offsets = [0, *itertools.accumulate(-(-shape.numel() // unit) * unit for shape, _ in layouts)]
-    memory = torch.empty(offsets[-1], dtype=dtype, device=device)
-    views = [
-        memory.as_strided(shape, strides, offset)
-        for (shape, strides), offset in zip(layouts, offsets, strict=False)
-    ]
-    return memory, views
-
-
-def bytes_of(accumulator: Tensor) -> int:
-    """Return the bytes of this rank's part of a dense or sparse tensor."""
-    part = local(accumulator)
-    return part._values().nbytes + part._indices().nbytes if part.is_sparse else part.nbytes
-
-
-def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return uninitialised tensors of another dtype, with the shapes, layouts and device of `tensors`."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    return cut([(tensor.shape, tensor.stride()) for tensor in tensors], dtype, tensors[0].device)[1]
-
 
 #: (device, gradient dtype, accumulate dtype). One kernel launch handles tensors of one lane.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -219,10 +106,11 @@ class Slot(engine.Slot):
         self.has_path = bool(paths)
 
     def is_reduced_outside(self) -> bool:
-        """Whether code outside the wrapper reduces the gradient over ranks, and reads p.grad to do so.
+        """Whether code outside the wrapper may reduce the gradient over ranks, and read p.grad to do so.
 
         DistributedDataParallel, FSDP1 and the reducers of Megatron, Apex and DeepSpeed do so in post-hooks of
-        the AccumulateGrad node. Only native code can see these. Without it, any process group counts as one.
+        the AccumulateGrad node: it is the engine's reason `hook_after_node`, with a process group. Only
+        native code can see these hooks. Without it, any process group counts as one.
         """
         may_be = self.may_be_reduced_outside and torch_state.process_group_up()
         return may_be and native_module.has_post_hook(self.param)
@@ -235,7 +123,7 @@ class Slot(engine.Slot):
         self.segment = None
 
     def describe(self) -> None:
-        """Read the parameter's dtype, device and layout."""
+        """Read the parameter's dtype, device and shape."""
         param = self.param
         dtype = self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
@@ -248,7 +136,8 @@ class Slot(engine.Slot):
         #: The number of elements of the parameter, or of its shard on this rank.
         self.local_numel = local(param).numel()
         self.shape = param.shape
-        self.strides = _gradient_strides(param)
+        #: The parameter's strides and those of its gradient, as last computed.
+        self._strides: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def widen(self) -> None:
         """Allow p.grad to have any dtype, unless the accumulator has the parameter's and may be p.grad."""
@@ -274,6 +163,14 @@ class Slot(engine.Slot):
                 param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:
                 param.grad = gradient.to(param.grad_dtype or gradient.dtype)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides that autograd gives a gradient. `p.data = p.data.t()` changes them unseen."""
+        of_param = self.param.stride()
+        if self._strides is None or self._strides[0] != of_param:
+            self._strides = of_param, _gradient_strides(self.param)
+        return self._strides[1]
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -320,9 +217,10 @@ class Slot(engine.Slot):
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient has the strides that p.grad needs; dimensions of size 1 do not matter."""
         strides = gradient.stride()
-        return strides == self.strides or all(
+        wanted = self.strides
+        return strides == wanted or all(
             size == 1 or have == want
-            for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
+            for size, have, want in zip(gradient.shape, strides, wanted, strict=True)
         )
 
 

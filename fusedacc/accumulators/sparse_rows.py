@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.dtypes import Number
 from .deferred_scale import is_one, to_device_of
-from .param import storage_users
+from .memory import storage_users
 
 
 def with_rows(tensor: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool = False) -> Tensor:

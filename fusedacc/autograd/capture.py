@@ -8,7 +8,6 @@ others. This file begins and ends those that the engine leaves to Python, as doc
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
@@ -25,7 +24,7 @@ from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
 from ..kernels.torch_state import on_stream, weakly
-from .reasons import LEFT_TO_AUTOGRAD, REDUCED_OUTSIDE
+from .reasons import HOOK_AFTER_NODE, LEFT_TO_AUTOGRAD
 from .registration import HookRegistry
 
 
@@ -54,8 +53,6 @@ class Capture:
         self._warned = False
         self._postponed: list[PostponedProduct] | None = None
         self._policy = policy
-        #: The thread that has ended the last backward pass that Python has handled.
-        self._thread: int | None = None
         reference = weakref.ref(self)
         policy.shards.receiver = reference
         #: It has the hooks, and shares the state of the sums and of the window.
@@ -128,7 +125,7 @@ class Capture:
         self._complete([slot])
         if not backward.captures or reason in LEFT_TO_AUTOGRAD:
             self._policy.leave_to_autograd(backward, slot)
-            if reason == REDUCED_OUTSIDE:
+            if reason == HOOK_AFTER_NODE:
                 backward.reduced_outside = True
             elif backward.captures and self._policy.adds_after_hooks():
                 self.engine.collect_after_node(slot)
@@ -283,7 +280,6 @@ class Capture:
         if len(self.engine.backwards()) > 1:
             self.drop_failed_backwards()
         with self.engine.lock:  # other threads may end passes during this call
-            self._note_thread()
             backward.has_ended = True
             backward.inner = not all(other.has_ended for other in self.engine.backwards())
         self._policy.end_backward(backward, self.registry.refresh, outermost=not backward.inner)
@@ -291,12 +287,6 @@ class Capture:
         self.drop_failed_backwards()
         if backward.captures and not (backward.stored or self.engine.backwards()):
             self._let_go_on()
-
-    def _note_thread(self) -> None:
-        """Record the thread that ends a backward pass, which is the one that has called it."""
-        thread = threading.get_ident()
-        self._policy.has_threads |= self._thread not in (None, thread)
-        self._thread = thread
 
     def _let_go_on(self) -> None:
         """Let the engine handle the next backward passes, if they are like the last one."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..accumulators import Path
 
 FROZEN = "frozen"
-REDUCED_OUTSIDE = "reduced_outside"
+HOOK_AFTER_NODE = "hook_after_node"
 NO_ENGINE = "no_engine"
 ORDINARY = "ordinary"
 IN_MODULE = "in_module"
@@ -21,7 +21,7 @@ NOT_A_LEAF = "not_a_leaf"
 POST_ACCUMULATE_HOOK = "post_accumulate_hook"
 
 #: Autograd stores these gradients in p.grad. If p.grad is not the accumulator, they are collected from there.
-LEFT_TO_AUTOGRAD = (REDUCED_OUTSIDE, POST_ACCUMULATE_HOOK, NO_ENGINE)
+LEFT_TO_AUTOGRAD = (HOOK_AFTER_NODE, POST_ACCUMULATE_HOOK, NO_ENGINE)
 
 
 class Handling(NamedTuple):
@@ -48,9 +48,9 @@ REASONS = {
         Path.FSDP2,
         None,
     ),
-    REDUCED_OUTSIDE: Handling(
-        "a reducer that data_parallel= does not name (DistributedDataParallel, FSDP1, ...) reads p.grad: "
-        "autograd fills it",
+    HOOK_AFTER_NODE: Handling(
+        "a hook after its AccumulateGrad node may read p.grad, as that of a reducer that data_parallel= does "
+        "not name (DistributedDataParallel, FSDP1, ...): autograd fills p.grad",
         Path.EAGER,
         "stock",
     ),

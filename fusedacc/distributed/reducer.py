@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.param import Segment, cut
+from ..accumulators.memory import Segment, cut
 from ..kernels import registry
 from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.rounding import Noise

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.engine import BackwardPass
-from ..accumulators.param import owns_memory
+from ..accumulators.memory import owns_memory
 from ..distributed.fsdp import Shards
 from ..distributed.pipelines import AttachedSchedule
 from ..distributed.unattached_ddp import SynchronisationCheck
@@ -65,9 +65,6 @@ class Accumulation:
         self.ranks = RankReduction(window, accumulators)
         #: Whether an update without clipping or a loss scale has only to run the inner optimizer.
         self.updates_plainly = False
-        #: Whether several threads have run backward passes. Then one that has not reached a hook yet may be
-        #: writing to p.grad, so gradients that no hook has announced stay there until `step()`.
-        self.has_threads = False
         self._attached: AttachedSchedule | None = None
         #: The parameters that FSDP2 has sharded, added when they are hooked.
         self.shards = Shards(window.reduction)
@@ -261,7 +258,7 @@ class Accumulation:
         gradient = slot.param.grad
         if backward.ignored or gradient is None or gradient.requires_grad or not slot.is_foreign(gradient):
             return
-        backward.added = True
+        backward.added = not backward.drops
         if not (self.window.adds_stored or slot.grad_state == GradState.AUTOGRAD_PENDING):
             self._own(slot, gradient)
             return
@@ -334,7 +331,9 @@ class Accumulation:
         if self.window.autograd_stores and outermost and backward.captures:
             self._add_stored(self._grads.take_autograd_gradients(self._slots))
         if outermost and backward.captures and self.collects_after(backward):
-            if not self.has_threads:
+            # Another thread's backward pass that has not reached a hook yet may be writing to p.grad. So with
+            # several threads, gradients that no hook has announced stay there until `step()`.
+            if not self.accumulators.engine.has_threads:
                 self.collect_plain(refresh)
             elif self.publishes_after(backward):
                 self.collect(self._slots if self.ranks.parallel is not None else backward.stored, refresh)
@@ -352,12 +351,22 @@ class Accumulation:
 
     def forget_backward(self, backward: Any, failed: bool) -> None:
         """End a backward pass. If it has `failed`, taint the window if anything was added."""
-        if (
-            failed
-            and not backward.ignored
-            and (backward.added or any(slot.param.grad is not None for slot in backward.stored))
-        ):
+        if not failed or backward.ignored:
+            return
+        if backward.drops and not self.accumulators.engine.backwards():  # p.grad has only what does not count
+            self._drop_stored(backward.stored)
+        elif backward.added or any(slot.param.grad is not None for slot in backward.stored):
             self.window.note_interruption()
+
+    def _drop_stored(self, slots: Sequence[Slot]) -> None:
+        """Drop the gradients that autograd has stored in a backward pass."""
+        if not self.window.counted:
+            self._grads.take_autograd_gradients(slots)
+            return
+        for slot in slots:
+            gradient = slot.param.grad
+            if gradient is not None and slot.is_foreign(gradient):
+                slot.param.grad = None
 
     # A pipeline schedule's `step()`, which counts as one backward pass
 
@@ -379,7 +388,6 @@ class Accumulation:
                 slot.widen()  # only autograd adds to p.grad until the accumulator is put there
             self.leave_to_autograd(backward, slot)
         window.in_schedule = True
-        failed = True
         try:
             yield
             window.in_schedule = False
@@ -392,17 +400,22 @@ class Accumulation:
             if self.ranks.parallel is not None:
                 self.ranks.parallel.note_schedule()
             self.end_backward(backward, refresh, outermost=True)
-            failed = False
+        except BaseException:
+            if window.micro.schedule_divisor is not None:
+                self._note_failed_schedule(backward)
+            self.forget_backward(backward, failed=True)
+            raise
         finally:
-            micro = window.micro
-            if micro.schedule_divisor is not None:  # the `step()` has failed
-                backward.added = backward.added or self._added_in_schedule
-                if not window.counted:
-                    backward.added = bool(grads.take_autograd_gradients(self._slots)) or backward.added
-                    backward.stored = []  # p.grad is the accumulator again
             window.in_schedule = False
-            micro.schedule_divisor = None
-            self.forget_backward(backward, failed)
+            window.micro.schedule_divisor = None
+
+    def _note_failed_schedule(self, backward: Any) -> None:
+        """Note whether an attached schedule's `step()` has added gradients before it failed."""
+        backward.added = backward.added or self._added_in_schedule
+        if not self.window.counted:
+            stored = self._grads.take_autograd_gradients(self._slots)
+            backward.added = backward.added or bool(stored)
+            backward.stored = []  # p.grad is the accumulator again
 
     def count_delivery(self, slot: Slot) -> None:
         if self.ranks.parallel is not None and not self.window.ignoring:

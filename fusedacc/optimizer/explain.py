@@ -161,7 +161,7 @@ def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) ->
     reason = accumulators.engine.reason_for(slot)
     words, path, backend = reasons.REASONS[reason]
     if scheduled and reason in (reasons.ORDINARY, reasons.WEIGHT_HOOK, reasons.IN_MODULE):
-        stored = reasons.REASONS[reasons.REDUCED_OUTSIDE]
+        stored = reasons.REASONS[reasons.HOOK_AFTER_NODE]
         return Route((stored.path,), str(stored.backend), _SCHEDULED)
     if reason == reasons.IN_MODULE:
         return _in_backward(slot, accumulators)

@@ -29,7 +29,8 @@ from ..nn import name_slots
 from . import checkpoint
 from .accumulation import Accumulation
 from .explain import explain
-from .loops import CountedLoop, LossScaleLink, ManualLoop
+from .loops import CountedLoop, ManualLoop
+from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
@@ -324,9 +325,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         Args:
             model: a DistributedDataParallel is attached as by `data_parallel=`, at the first use between two
                 windows. A model of FSDP2, or any other with `no_sync()`, synchronises gradients only in the
-                window's last micro-batch. With reduction "weighted", and in a manual loop, it synchronises in
-                every micro-batch. With an attached pipeline schedule, pass any module: it applies to all
-                stages.
+                window's last micro-batch. In a manual loop, and one of the others also with weights, it
+                synchronises in every micro-batch. With an attached pipeline schedule, pass any module: it
+                applies to all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
                 later on the yielded object (see `MicroBatch.weight`).

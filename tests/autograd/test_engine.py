@@ -297,3 +297,88 @@ def test_a_closed_wrapper_is_freed_with_a_parameter_that_refers_to_it(refer, wit
     del model, inner, optimizer
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
+
+
+class Meanwhile(torch.autograd.Function):
+    """Returns its input, and calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+def run_in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_an_addition_that_fails_taints_the_window_of_all_backward_passes(monkeypatch):
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([first, second], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 4, backend="eager")
+    adder = optimizer._accumulators.adder
+
+    def fail(*_):
+        raise MemoryError
+
+    def run_another_pass():
+        with monkeypatch.context() as broken, contextlib.suppress(MemoryError):
+            broken.setattr(adder, "add", fail)
+            first.sum().backward()
+
+    # The other thread's backward pass launches the gradient of `second`, which waits, and has none yet.
+    branch = Meanwhile.apply(first * 2.0, lambda: run_in_thread(run_another_pass))
+    (branch.sum() + (second * 2.0).sum()).backward()
+    if native_module.module() is None:
+        return  # nothing waits
+    with pytest.raises(RuntimeError, match=r"call discard\(\)"):
+        optimizer.step()
+    optimizer.discard()
+
+
+def test_an_unfinished_backward_pass_of_another_thread_keeps_its_gradient():
+    """Its parameter has a new node without our hook, so the engine does not know of this backward pass."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([first, second], lr=1.0), 9, reduction="sum")
+
+    def run():
+        first.sum().backward()
+
+    run()
+    optimizer.step()
+    run_in_thread(run)
+    run()
+    second.data = second.data.double()
+    seen = []
+
+    def run_another_pass():
+        run_in_thread(run)
+        seen.append(second.grad is not None)
+
+    branch = Meanwhile.apply(first * 1.0, run_another_pass)
+    loss = branch.sum().double() + (second * 2.0).sum()
+    loss.backward()
+    assert seen == [True]
+    optimizer.step()
+    optimizer.flush()
+    assert first.tolist() == [1.0 - 5.0] * 3
+    assert second.tolist() == [1.0 - 2.0] * 3
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["engine", "no engine"])
+def test_a_backward_pass_that_was_discarded_does_not_count(monkeypatch, native):
+    if not native:
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([second], lr=1.0), 2)
+    branch = Meanwhile.apply(first * 2.0, optimizer.discard)
+    (branch.sum() + (second * 2.0).sum()).backward()  # the gradient of `second` comes first
+    assert not optimizer.has_partial_window
+    assert second.grad is None

@@ -33,7 +33,7 @@ def reduced(param: nn.Parameter) -> None:
 #: By reason: a function that changes a parameter.
 SITUATIONS: dict[str, Callable[[nn.Parameter], None]] = {
     reasons.FROZEN: frozen,
-    reasons.REDUCED_OUTSIDE: reduced,
+    reasons.HOOK_AFTER_NODE: reduced,
     reasons.POST_ACCUMULATE_HOOK: hooked,
     reasons.ORDINARY: lambda param: None,
 }

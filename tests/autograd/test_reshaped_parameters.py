@@ -173,3 +173,24 @@ def test_state_of_the_old_shape_is_an_error_before_the_update_until_it_is_delete
     optimizer.zero_grad()
     update(net, optimizer, 2 * K, kind == "counted")
     assert optimizer.num_updates == 3
+
+
+@pytest.mark.parametrize("way", ["cpu", "eager", "no engine"])
+@pytest.mark.parametrize("kind", ["counted", "manual", "stock"])
+def test_a_sum_has_the_strides_of_a_parameter_that_was_transposed_in_place(monkeypatch, kind, way):
+    """A fused kernel takes the elements of the parameter and of p.grad in the order of their memory."""
+    if way == "no engine":
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
+    param = nn.Parameter(torch.zeros(3, 3))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    if kind != "stock":
+        steps = K if kind == "counted" else None
+        backend = "eager" if way == "eager" else "auto"
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, steps, reduction="sum", backend=backend)
+    param.data = param.data.t()
+    slopes = torch.arange(9.0).reshape(3, 3)
+    for number in range(K):
+        (param * slopes).sum().backward()
+        if kind == "counted" or number == K - 1:
+            optimizer.step()
+    assert torch.equal(param, -K * slopes)

@@ -148,3 +148,29 @@ def test_nested_backwards_add_in_the_order_of_autograd(monkeypatch):
         x.backward()
         ends.append(weight.grad)
     assert torch.equal(*ends)
+
+
+class TripledInInferenceMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.inference_mode():
+            return 3 * gradient
+
+
+@pytest.mark.parametrize("steps", [None, 1, 2])
+def test_a_gradient_of_inference_mode_does_not_become_a_sum(steps):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps, reduction="sum")
+    for _ in range(6):
+        for _ in range(steps or 2):
+            TripledInInferenceMode.apply(param).sum().backward()
+            if steps:
+                optimizer.step()
+        if not steps:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert param.tolist() == [1.0 - 6 * 3 * (steps or 2)] * 3

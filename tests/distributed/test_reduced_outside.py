@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedacc.autograd.reasons import REASONS, REDUCED_OUTSIDE
+from fusedacc.autograd.reasons import HOOK_AFTER_NODE, REASONS
 from fusedacc.kernels import native_module
 
 K, WINDOWS, RANKS = 3, 3, 2
@@ -83,17 +83,17 @@ def test_a_reducer_is_found_whenever_it_is_made(made_late, tmp_path):
     with process_group("gloo", tmp_path):
         parallel = None if made_late else DistributedDataParallel(model)
         optimizer = wrap(model, None)
-        assert (REASONS[REDUCED_OUTSIDE].words in optimizer.explain()) is not made_late
+        assert (REASONS[HOOK_AFTER_NODE].words in optimizer.explain()) is not made_late
         if made_late:
             loss_of(model, 0, 0).backward()
             optimizer.step(), optimizer.zero_grad()
             parallel = DistributedDataParallel(model)
         loss_of(parallel, 1, 0).backward()
-        assert REASONS[REDUCED_OUTSIDE].words in optimizer.explain()
+        assert REASONS[HOOK_AFTER_NODE].words in optimizer.explain()
         del parallel
         optimizer.zero_grad()
         loss_of(model, 2, 0).backward()
-        assert REASONS[REDUCED_OUTSIDE].words not in optimizer.explain()
+        assert REASONS[HOOK_AFTER_NODE].words not in optimizer.explain()
 
 
 @pytest.mark.parametrize("native", ["0", ""])

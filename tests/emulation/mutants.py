@@ -165,8 +165,8 @@ MUTANTS = (
     Mutant(
         "a slot waits for ever after a launch",
         QUEUE,
-        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch&",
-        "  }\n  for (Batch&",
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  try {",
+        "  }\n  try {",
         NATIVE,
     ),
     Mutant(
@@ -187,9 +187,9 @@ MUTANTS = (
         "each gradient is launched alone after the first full bucket",
         QUEUE,
         "std::exchange(batches_, {});\n  nbytes_ = 0;\n  for (const Batch& batch : batches) {\n"
-        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch& batch",
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  try {",
         "std::exchange(batches_, {});\n  for (const Batch& batch : batches) {\n"
-        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  for (Batch& batch",
+        "    for (const auto& slot : batch.slots) slot->waits = false;\n  }\n  try {",
         NATIVE,
     ),
     Mutant(

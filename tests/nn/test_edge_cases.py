@@ -97,6 +97,14 @@ def test_inputs_of_other_layouts():
         assert_same_gradients(*pair)
 
 
+def test_a_lookup_of_no_rows_whose_gradient_has_other_strides():
+    pair = nets(nn.Embedding(5, 4))
+    for net in pair:
+        rows = with_backward(net[0](torch.empty(0, dtype=torch.long)), lambda _: torch.empty(0, 8)[:, ::2])
+        rows.sum().backward()
+    assert_same_gradients(*pair)
+
+
 @pytest.mark.parametrize("name", ["0.weight", "1.weight", "1.bias"])
 def test_a_parameter_frozen_between_forward_and_backward_gets_nothing(name):
     pair = nets(nn.Embedding(3, 4), nn.Linear(4, 4))

@@ -234,3 +234,17 @@ def test_copies_and_checkpoints_keep_accumulators_with_their_parameters_after_an
         for one, other in zip(optimizer._slots, twin._slots, strict=True):
             assert torch.equal(one.param, other.param)
             assert one.param.any()
+
+
+@pytest.mark.parametrize("steps", [1, 2, None])
+def test_groups_that_are_not_in_a_list_train(steps):
+    net = Net(torch.float32)
+    inner = torch.optim.SGD(net.parameters(), lr=0.5)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum")
+    inner.param_groups = tuple(inner.param_groups)
+    for number in range(4):
+        net(batch(number, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    total = sum(batch(number, torch.float32).sum(0) for number in range(4))
+    assert torch.equal(net.a.weight, (-0.5 * total).expand(3, 4))

@@ -1,5 +1,7 @@
 """The divisor of an update and the dtype of the sum, in examples for every reduction."""
 
+import contextlib
+
 import pytest
 import torch
 from loops import scalar, wrap
@@ -96,3 +98,63 @@ def test_weight_zero_adds_nothing_even_if_the_gradient_is_nan():
                 (weight * value).backward()
             optimizer.step()
         assert weight.item() == -3.0
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("a backward pass fails")
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("native", [True, False], ids=["engine", "no engine"])
+@pytest.mark.parametrize("steps", [2, None])
+def test_a_micro_batch_of_weight_zero_that_fails_changes_nothing(monkeypatch, steps, native, hooked):
+    if not native:
+        monkeypatch.setenv("FUSEDACC_ENGINE", "0")
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([first, second], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="weighted")
+    if hooked:
+        second.register_post_accumulate_grad_hook(lambda _: None)
+    for weight in (1.0, 0.0, 3.0):
+        with optimizer.accumulate(weight=weight):
+            branch = first * 2.0
+            if weight:
+                (branch + weight * second).sum().backward()
+            else:  # the gradient of `second` comes first
+                loss = Failing.apply(branch).sum() + (second * torch.nan).sum()
+                with pytest.raises(ValueError, match="a backward pass fails"):
+                    loss.backward()
+        if steps and weight:
+            optimizer.step()
+    if not steps:
+        optimizer.step()
+    assert first.tolist() == [1.0 - 2.0] * 3
+    assert second.tolist() == [1.0 - (1.0 * 1.0 + 3.0 * 3.0) / 4.0] * 3
+
+
+class Deferring(nn.Linear):
+    """A module whose gradients could be reduced by other code in the last micro-batch of a window."""
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("weights", [(5.0, 0.0), (0.0, 5.0), (2.0, 0.0, 3.0)], ids=str)
+def test_weight_zero_adds_nothing_where_other_code_reduces_gradients(weights):
+    model = Deferring(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, len(weights), reduction="normalized")
+    node = torch.autograd.graph.get_gradient_edge(model.weight).node
+    node.register_hook(lambda *_: None)  # as that of a reducer, which reads p.grad
+    for weight in weights:
+        with optimizer.accumulate(model, weight=weight):
+            (model(torch.ones(1, 3)) * (weight or 7.0)).sum().backward()
+        optimizer.step()
+    assert model.weight.tolist() == [[-1.0] * 3]
