@@ -32,8 +32,9 @@ class OptimizerRecord:
         owned_mask: the bits of these numbers.
         last_sketches: the gradients it used last, by the leaf's number.
         last_update: its last update.
-        names, shapes: of its parameters.
+        identities, names, shapes: of its parameters.
         root: the outermost module with its parameters.
+        is_cleared: whether zero_grad() has cleared gradients of the open window.
     """
 
     reference: weakref.ref[Any]
@@ -42,9 +43,11 @@ class OptimizerRecord:
     owned_mask: int = 0
     last_sketches: SketchSet | None = None
     last_update: Update | None = None
+    identities: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     root: weakref.ref[nn.Module] | None = None
+    is_cleared: bool = False
 
 
 class Optimizers:
@@ -63,6 +66,8 @@ class Optimizers:
         self._count = 0
         #: Passes that still have their sketches.
         self._holding: list[BackwardPass] = []
+        #: Their sketches.
+        self._num_held = 0
 
     def record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return the record of an optimizer, which is made at first."""
@@ -109,31 +114,51 @@ class Optimizers:
         may_begin = self._history.num_updates < UNUSED_AFTER
         return [record for record in self if counts[record.number] or may_begin]
 
+    def note_cleared(self, owner: Any) -> None:
+        """Note that `zero_grad()` of an optimizer or module has cleared gradients of open windows."""
+        for record in self:
+            if owner is record.reference() or (
+                isinstance(owner, nn.Module) and not self._params_of(record).isdisjoint(map(id, owner.parameters()))
+            ):
+                window = self._history.window(record.number)
+                record.is_cleared |= any(each.leaves & record.owned_mask for each in window)
+
+    @staticmethod
+    def _params_of(record: OptimizerRecord) -> set[int]:
+        """Return the ids of an optimizer's parameters."""
+        return {id(param) for reference in record.owned.values() if (param := reference()) is not None}
+
     def hold(self, backward_pass: BackwardPass) -> None:
         """Keep the sketches of a pass until no optimizer can use it any more."""
         self._holding.append(backward_pass)
+        self._num_held += len(backward_pass.sketches)
+        if self._num_held > 2 * WAITING_SKETCHES:  # no optimizer makes updates
+            self.free_sketches()
 
     def free_sketches(self) -> None:
         """Free the sketches of passes that no optimizer can still use."""
         holding, self._holding = self._holding, []
-        starts, size, used = self._history.window_starts, 0, self._used()
+        starts, used, self._num_held = self._history.window_starts, self._used(), 0
         for each in reversed(holding):
             is_needed = any(
                 each.number >= starts[record.number] and each.leaves & record.owned_mask for record in used
             )
-            size += len(each.sketches)
-            if is_needed and size < WAITING_SKETCHES:
+            size = len(each.sketches)
+            if is_needed and self._num_held + size < WAITING_SKETCHES:
                 self._holding.append(each)
+                self._num_held += size
             else:
                 each.sketches.clear()
         self._holding.reverse()
 
     def name_parameters(self, record: OptimizerRecord, params: Sequence[Tensor]) -> None:
         """Look up names and shapes, if the parameters are not those of the last update."""
-        if len(record.names) != len(params):
+        identities = [*map(id, params)]
+        if record.identities != identities:
+            record.identities = identities
             record.names, root = find_names(params, self._model)
-            record.shapes = [tuple(param.shape) for param in params]
             record.root = None if root is None else weakref.ref(root)
+        record.shapes = [tuple(param.shape) for param in params]
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

@@ -44,8 +44,8 @@ class BackwardPass:
         cleared: the line that cleared gradients after this pass.
         clipped: the line that clipped gradients after this pass.
         is_counted: whether an update counts it.
-        excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "other" (no
-            micro-batch).
+        excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "failed" (it raised an
+            exception), "other" (no micro-batch).
         is_listed: whether rank 0 has put it into its history.
     """
 

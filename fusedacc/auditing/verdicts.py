@@ -62,7 +62,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     wanted = [
         i
         for i, each in enumerate(update.passes)
-        if abs(update.weights[i]) > NEGLIGIBLE * top > 0 or not (each.is_counted or each.excused)
+        if abs(update.weights[i]) > NEGLIGIBLE * top > 0 or not ((each.is_counted and top) or each.excused)
     ]
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
