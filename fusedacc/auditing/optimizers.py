@@ -116,10 +116,9 @@ class Optimizers:
 
     def note_cleared(self, owner: Any) -> None:
         """Note that `zero_grad()` of an optimizer or module has cleared gradients of open windows."""
+        params = {*map(id, owner.parameters())} if isinstance(owner, nn.Module) else set()
         for record in self:
-            if owner is record.reference() or (
-                isinstance(owner, nn.Module) and not self._params_of(record).isdisjoint(map(id, owner.parameters()))
-            ):
+            if owner is record.reference() or not params.isdisjoint(self._params_of(record)):
                 window = self._history.window(record.number)
                 record.is_cleared |= any(each.leaves & record.owned_mask for each in window)
 

@@ -393,7 +393,7 @@ class Watcher:
             gradient = local_part(param.grad)
             if gradient.numel():
                 index = torch.unravel_index(gradient.abs().argmax(), gradient.shape)
-                element = gradient[tuple(map(int, index))]  # a view, also if the memory format is channels_last
+                element = gradient[tuple(map(int, index))]  # a view in any memory format
                 size = float(element.abs())
                 if size and math.isfinite(size):
                     return element, size
@@ -595,7 +595,7 @@ class Watcher:
         """Note the factor of the clipping. Parameters that torch's clipping shrank alone get a note."""
         factors = [self._leaves.clip_factor(param) for param in open_update.params]
         usual = statistics.median_low(factors or [1.0])
-        open_update.update.clipped = usual
+        open_update.update.clipped = usual or 1.0  # a clipping to 0 leaves nothing to judge
         open_update.unclip = [usual / factor if factor and usual else 1.0 for factor in factors]
 
     def finish_update(self, optimizer: Any, open_update: OpenUpdate | None) -> None:

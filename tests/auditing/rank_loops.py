@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from plain_loops import K, adam, data, mlp, text, text_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedacc
@@ -285,6 +286,18 @@ def bad_fsdp2_not_divided():
 
 
 @case
+def bad_fsdp2_not_divided_but_clipped():
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i, (x, y) in enumerate(batches()):
+        F.cross_entropy(model(x), y).backward()
+        if (i + 1) % K == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
 def right_fsdp2_mixed():
     model = mlp()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -316,3 +329,20 @@ def right_fusedacc_fsdp2():
         optimizer.step()
         optimizer.zero_grad()
     optimizer.flush()
+
+
+# What the audit cannot judge
+
+
+def zero_redundancy():
+    """Each rank updates a layer of its own. Their shapes are the same."""
+    model = DDP(nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20)))
+    loop(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3), batches())
+
+
+def other_optimizers():
+    """Rank 0 trains another model alone before."""
+    if dist.get_rank() == 0:
+        model = mlp()
+        loop(model, torch.optim.SGD(model.parameters(), lr=0.01), data(K))
+    right_ddp()
