@@ -1,6 +1,7 @@
 """The audit of two ranks: DistributedDataParallel, FSDP2, and loops that reduce by hand."""
 
 import io
+import os
 
 import pytest
 import rank_loops
@@ -10,6 +11,7 @@ from auditing_cases import are_close, factors
 from ranks import on_ranks
 
 from fusedacc.auditing import Audit
+from fusedacc.auditing.ranks import RankFiles
 
 #: What each faulty loop is told as: the kinds of its problems, with their factors.
 FOUND = {
@@ -74,3 +76,12 @@ def test_what_cannot_be_judged(name, note, tmp_path):
     assert (status, found) == (2, {}), text
     assert note in text
     assert "no update was seen" not in text
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    """The files are pickles, which can run any code."""
+    files = RankFiles(str(tmp_path))
+    assert files._path(1) == tmp_path / "1.updates"
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        files._path(1)

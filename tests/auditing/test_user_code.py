@@ -142,6 +142,29 @@ def test_tasks_that_take_turns_in_a_window():
     assert audited(lambda: train(1)).status == 1
 
 
+# Evaluation mode
+
+
+def test_a_backward_pass_in_evaluation_mode_that_leaks():
+    model = mlp(dropout=0.1)
+
+    def train():
+        def evaluate(i):
+            if i % 8 == 0:
+                model.eval()
+                model(torch.randn(4, 20)).square().mean().backward()
+                model.train()
+
+        loop(model, sgd(model), data(), after_backward=evaluate)
+
+    assert "stale" in factors(audited(train))
+
+
+def test_a_model_that_is_fine_tuned_in_evaluation_mode():
+    model = mlp(dropout=0.1).eval()
+    assert audited(lambda: loop(model, sgd(model), data())).status == 0
+
+
 # Optimizers
 
 
