@@ -8,7 +8,7 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_first_lost
 # the audit tells no lost micro-batches
 -        if abs(weight) < limit and i not in unsure:
 +        if False:
-fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_one_of_32
+fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_scaler_scale_forgotten_once
 # the audit forgets that a lost micro-batch counts little beside 1/k too
 -        if share and weight:
 +        if False:
@@ -60,7 +60,7 @@ fusedacc/auditing/sums.py: tests/auditing/test_cases.py -k bad_divided_twice
 # the audit knows no missing division
 -        return {count, count // ranks, ranks, count * count} - {0, 1}
 +        return set()
-fusedacc/auditing/sums.py: tests/auditing/test_cases.py -k bad_last_window_divided_by_k
+fusedacc/auditing/sums.py: tests/auditing/test_report.py -k bad_last_window_divided_by_k
 # the audit knows no window that is not full
 -            self.count == others.length
 +            True
@@ -92,11 +92,11 @@ fusedacc/auditing/wording.py: tests/auditing/test_cases.py -k bad_last_window
 # the audit tolerates every difference of weights
 -TOLERANCE = 0.05
 +TOLERANCE = 5.0
-fusedacc/auditing/fitting.py: tests/auditing/test_cases.py -k bad_tied_added_twice
+fusedacc/auditing/fitting.py: tests/auditing/test_cases.py -k bad_part_frozen
 # all parameters agree
 -(distance <= max(AGREEMENT, 10 * floor))
 +(distance <= 1e9)
-fusedacc/auditing/fitting.py: tests/auditing/test_cases.py -k bad_tied_added_twice
+fusedacc/auditing/fitting.py: tests/auditing/test_cases.py -k bad_part_frozen
 # parameters that disagree are trusted like the others
 -            trust = present * floor / distance.clamp(min=floor)
 +            trust = present
@@ -133,7 +133,7 @@ fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k positional
 # the arguments of grad() are read as those of backward()
 -RETAIN_GRAPH = {"backward": 2, "grad": 3}
 +RETAIN_GRAPH = {"backward": 2, "grad": 2}
-fusedacc/auditing/watching.py: tests/auditing/test_cases.py -k right_scaler_skips
+fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k right_ddp_scaler_skips
 # an update that a GradScaler skips leaves its micro-batches waiting
 -            self._skip_window(optimizer)
 -        return result
@@ -143,6 +143,14 @@ fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k but_clipped
 # factors of clipping are multiplied from update to update
 -        self._leaves.forget_clip_factors(open_update.params)
 +
+fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k second_model
+# the shards of a second model are not found
+-            for shard, whole in find_unsharded():
++            for shard, whole in find_unsharded() if not self._leaves._stands_for else ():
+fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k step_together
+# passes are not kept for an optimizer of shards that has made no update
+-                        self._own(each, param)
++                        pass
 fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k channels_last
 # clipping is measured on a copy
 -            gradient = local_part(param.grad)
@@ -172,6 +180,14 @@ fusedacc/auditing/optimizers.py: tests/auditing/test_user_code.py -k without_upd
 # sketches wait for an update that never comes
 -        if self._num_held > 2 * WAITING_SKETCHES:
 +        if False:
+fusedacc/auditing/optimizers.py: tests/auditing/test_user_code.py -k has_finished
+# an optimizer that has made updates waits for ever
+-            if total - record.used_at <
++            if counts[record.number] or total - record.used_at <
+fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k too_many
+# a window of which passes are missing is judged
+-CHECKED_REST_OF_SOME = 0.01
++CHECKED_REST_OF_SOME = 0.5
 fusedacc/auditing/optimizers.py: tests/auditing/test_user_code.py -k another_shape
 # the shapes of the first parameters stay
 -        record.shapes = [tuple(param.shape) for param in params]
@@ -196,7 +212,7 @@ fusedacc/auditing/loss.py: tests/auditing/test_cases.py -k bad_mean_of_means
 # ignored labels count as tokens
 -float(node._saved_self.numel() if total_weight is None else total_weight)
 +float(node._saved_self.numel())
-fusedacc/auditing/loss.py: tests/auditing/test_cases.py -k right_weighted_division
+fusedacc/auditing/loss.py: tests/auditing/test_cases.py -k bad_not_unscaled_65536
 # products with constants end the search for a loss
 -name.startswith(("DivBackward", "MulBackward"))
 +name.startswith("DivBackward")
@@ -238,6 +254,18 @@ fusedacc/auditing/session.py: tests/auditing/test_report.py -k ignored_kinds
 # ignored kinds are reported
 -        self._judge = Judge(steps, scale, frozenset(ignore))
 +        self._judge = Judge(steps, scale, frozenset())
+fusedacc/auditing/session.py: tests/auditing/test_audit_command.py -k another_folder
+# the report's file is in the script's folder
+-(path and os.path.abspath(path) for path in (json_file, folder))
++(json_file, folder)
+fusedacc/auditing/loss.py: tests/auditing/test_user_code.py -k divided_by_zero
+# a loss that is divided by zero stops the audit
+-factor / constant if constant else math.inf
++factor / constant
+fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k loss_of_zero
+# a loss of zero is compared with others
+-[i for i in _counting(update) if update.passes[i].loss.factor]
++_counting(update)
 fusedacc/auditing/judging.py: tests/auditing/test_user_code.py -k that_raises_need
 # a backward pass that raised is told as lost
 -    "failed": "raised

@@ -165,11 +165,6 @@ class Leaves:
         self._stands_for[number] = weakref.ref(leaf)
         return number
 
-    @property
-    def has_substitutes(self) -> bool:
-        """Whether any parameter stands for another."""
-        return bool(self._stands_for)
-
     def number_of_gradient(self, param: Tensor) -> int:
         """Return the number of the leaf whose gradients a parameter gets."""
         number = self.watch(param)

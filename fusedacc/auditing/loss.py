@@ -97,7 +97,7 @@ def read_loss(node: Node, depth: int = 0) -> tuple[Loss, Node]:
             break
         constant = _saved_constant(node) if name.startswith(("DivBackward", "MulBackward")) else None
         if constant is not None and name.startswith("Div"):
-            factor /= constant
+            factor = factor / constant if constant else math.inf  # then gradients are inf or nan
             divisors += (constant,)
         elif constant is not None:
             factor *= constant

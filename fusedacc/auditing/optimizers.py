@@ -17,8 +17,8 @@ from .sketch_sets import SketchSet
 #: Passes without an optimizer keep so many sketches, of 512 bytes each. Older ones are forgotten.
 WAITING_SKETCHES = 2**18
 
-#: After so many updates of others, an optimizer without an update counts as unused.
-UNUSED_AFTER = 256
+#: After so many updates of others, an optimizer counts as unused: without any update, and with one.
+UNUSED_AFTER, FINISHED_AFTER = 256, 4096
 
 
 @dataclass(eq=False)
@@ -35,6 +35,8 @@ class OptimizerRecord:
         identities, names, shapes: of its parameters.
         root: the outermost module with its parameters.
         is_cleared: whether zero_grad() has cleared gradients of the open window.
+        misses_passes: whether sketches of the open window were freed.
+        used_at: number of all updates when it made its last one, or was created.
     """
 
     reference: weakref.ref[Any]
@@ -48,6 +50,8 @@ class OptimizerRecord:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     root: weakref.ref[nn.Module] | None = None
     is_cleared: bool = False
+    misses_passes: bool = False
+    used_at: int = 0
 
 
 class Optimizers:
@@ -82,7 +86,7 @@ class Optimizers:
             if gone is not None and self._by_id.get(identity) is gone:
                 del self._by_id[identity]
 
-        known = OptimizerRecord(weakref.ref(optimizer, forget), number)
+        known = OptimizerRecord(weakref.ref(optimizer, forget), number, used_at=self._history.num_updates)
         self._by_id[identity] = self._records[number] = known
         return known
 
@@ -110,9 +114,12 @@ class Optimizers:
 
     def _used(self) -> list[OptimizerRecord]:
         """Return the optimizers that make updates, or may still begin to."""
-        counts = self._history.update_counts
-        may_begin = self._history.num_updates < UNUSED_AFTER
-        return [record for record in self if counts[record.number] or may_begin]
+        counts, total = self._history.update_counts, self._history.num_updates
+        return [
+            record
+            for record in self
+            if total - record.used_at < (FINISHED_AFTER if counts[record.number] else UNUSED_AFTER)
+        ]
 
     def note_cleared(self, owner: Any) -> None:
         """Note that `zero_grad()` of an optimizer or module has cleared gradients of open windows."""
@@ -139,15 +146,20 @@ class Optimizers:
         holding, self._holding = self._holding, []
         starts, used, self._num_held = self._history.window_starts, self._used(), 0
         for each in reversed(holding):
-            is_needed = any(
-                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in used
-            )
+            waiting = [
+                record
+                for record in self
+                if each.number >= starts[record.number] and each.leaves & record.owned_mask
+            ]
             size = len(each.sketches)
+            is_needed = any(record in used for record in waiting)
             if is_needed and self._num_held + size < WAITING_SKETCHES:
                 self._holding.append(each)
                 self._num_held += size
             else:
                 each.sketches.clear()
+                for record in waiting:
+                    record.misses_passes = True
         self._holding.reverse()
 
     def name_parameters(self, record: OptimizerRecord, params: Sequence[Tensor]) -> None:

@@ -139,6 +139,7 @@ class Update:
         dtype: the least precise dtype of gradients and sums.
         is_sharded: whether the gradients are shards, as with FSDP2.
         clipped: the factor of `clip_grad_norm_`.
+        misses_passes: whether sketches of passes of its window were freed.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
         number: counts the optimizer's updates from 1.
@@ -165,6 +166,7 @@ class Update:
     dtype: torch.dtype = torch.float32
     is_sharded: bool = False
     clipped: float = 1.0
+    misses_passes: bool = False
     is_touched: bool = False
     evaluating: frozenset[int] = frozenset()
     number: int = 0

@@ -57,7 +57,9 @@ class Audit(AbstractContextManager["Audit"]):
         folder: str | None = None,
     ) -> None:
         _check(model, updates, steps, scale, ignore)
-        folder_of_json = os.path.dirname(os.path.abspath(json_file or ""))
+        # The script may change to another folder.
+        json_file, folder = (path and os.path.abspath(path) for path in (json_file, folder))
+        folder_of_json = os.path.dirname(json_file or os.getcwd())
         if not os.path.isdir(folder_of_json):
             raise ValueError(f"there is no folder {folder_of_json} to write the JSON to: create it first")
         self.status: int | None = None

@@ -26,6 +26,8 @@ from .wording import (
 RANKS_APART = 0.001
 #: An update is checked if at most this part of its gradient is no sum of those of micro-batches.
 CHECKED_REST = 0.5
+#: The same if passes are missing that may be the rest.
+CHECKED_REST_OF_SOME = 0.01
 #: Standard error of a weight, relative to a usual weight, above which only sums of weights are certain.
 UNSURE = 0.2
 
@@ -67,7 +69,9 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
     update.errors = [update.errors[i] for i in wanted]
-    update.is_checked = bool(update.passes) and update.rest <= CHECKED_REST
+    update.is_checked = bool(update.passes) and update.rest <= (
+        CHECKED_REST_OF_SOME if update.misses_passes else CHECKED_REST
+    )
     if not update.is_checked:
         return
     if not top:
@@ -206,10 +210,13 @@ def positions(passes: list[BackwardPass], chosen: list[int]) -> str:
 
 def _judge_weights(update: Update, expectations: Expectations) -> None:
     """Compare micro-batches whose losses are of one kind: called from one place, with one reduction."""
-    counting = _counting(update)
+    # A loss that is multiplied by 0 stands for a micro-batch without any labels.
+    counting = [i for i in _counting(update) if update.passes[i].loss.factor]
     groups: dict[tuple[int, str], list[int]] = {}
     for i in counting:
         groups.setdefault((update.passes[i].place, update.passes[i].loss.kind), []).append(i)
+    if not counting:
+        return
     weights_are_equal = not differ(
         [update.weights[i] for i in counting], [update.errors[i] for i in counting]
     )

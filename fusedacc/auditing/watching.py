@@ -617,12 +617,15 @@ class Watcher:
     def _keep(self, optimizer: Any, open_update: OpenUpdate) -> None:
         history, record, update = self.history, open_update.record, open_update.update
         number = record.number
-        record.is_cleared, self._num_waiting = False, 0
+        update.misses_passes = record.misses_passes
+        record.is_cleared = record.misses_passes = False
+        self._num_waiting = 0
         if number not in history.optimizers:
             history.optimizers[number] = len(history.optimizers), type(optimizer).__name__
             if dist.is_available() and dist.is_initialized():
                 history.rank, history.num_ranks = dist.get_rank(), dist.get_world_size()
         history.update_counts[number] += 1
+        record.used_at = history.num_updates
         history.window_starts[number] = history.num_passes + (self._current is not None)
         self.optimizers.name_parameters(record, open_update.params)
         update.number, update.names, update.shapes = (
@@ -665,11 +668,16 @@ class Watcher:
 
     def _find_substitutes(self, record: OptimizerRecord, params: list[Tensor]) -> None:
         """Find the parameters that get the gradients of others: FSDP2's shards, and float32 copies."""
+        if record.number in self.history.optimizers:
+            return
         if any(map(is_distributed, params)):
-            if not self._leaves.has_substitutes:
-                for shard, whole in find_unsharded():
-                    self._leaves.let_stand_for(shard, whole)
-        elif record.number not in self.history.optimizers:
+            for shard, whole in find_unsharded():
+                self._leaves.let_stand_for(shard, whole)
+            for each in self.optimizers:  # so that passes are kept for optimizers that step later
+                for reference in list(each.owned.values()):
+                    if (param := reference()) is not None:
+                        self._own(each, param)
+        else:
             self._find_copies(record, params)
 
     def _find_copies(self, record: OptimizerRecord, params: list[Tensor]) -> None:

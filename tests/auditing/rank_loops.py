@@ -1,6 +1,7 @@
 """Loops with DistributedDataParallel and FSDP2, for two ranks. As in plain_loops.py."""
 
 import contextlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -217,6 +218,21 @@ def right_ddp_clip():
 
 
 @case
+def right_ddp_scaler_skips():
+    """All ranks skip an update because of an inf on one of them."""
+    model = DDP(mlp())
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=128.0)
+    for i, (x, y) in enumerate(batches()):
+        factor = float("inf") if i == 5 and dist.get_rank() == 1 else 1.0
+        with contextlib.nullcontext() if (i + 1) % K == 0 else model.no_sync():
+            scaler.scale(F.cross_entropy(model(factor * x), y) / K).backward()
+        if (i + 1) % K == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@case
 def right_ddp_bf16():
     model = DDP(mlp(torch.bfloat16))
     optimizer = adam(model)
@@ -295,6 +311,35 @@ def bad_fsdp2_not_divided_but_clipped():
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@case
+def bad_fsdp2_second_model():
+    """Two models that take turns. Micro-batches of the second one are lost."""
+    models = shard(), shard()
+    optimizers = [adam(model) for model in models]
+    source = batches()
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for x, y in itertools.islice(source, K):
+                if model is models[1]:
+                    optimizer.zero_grad()
+                (F.cross_entropy(model(x), y) / K).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_fsdp2_two_models_step_together():
+    models = shard(), shard()
+    optimizers = [adam(model) for model in models]
+    for i, (x, y) in enumerate(batches(12)):
+        for model in models:
+            (F.cross_entropy(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @case

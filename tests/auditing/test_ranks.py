@@ -29,6 +29,7 @@ FOUND = {
     "bad_fsdp2_zero_each": {"lost": 0.25},
     "bad_fsdp2_not_divided": {"scale": 4.0},
     "bad_fsdp2_not_divided_but_clipped": {"scale": 4.0},
+    "bad_fsdp2_second_model": {"lost": 0.25},
 }
 
 
@@ -55,6 +56,7 @@ def test_loops_on_two_ranks(name, tmp_path):
     assert (other_status, other_text) == (0, "")
     assert status == name.startswith("bad_"), text
     assert are_close(found, FOUND.get(name, {})), text
+    assert "not checked" not in text
     assert not list(tmp_path.iterdir())
 
 

@@ -142,6 +142,41 @@ def test_tasks_that_take_turns_in_a_window():
     assert audited(lambda: train(1)).status == 1
 
 
+def test_a_micro_batch_without_labels_has_a_loss_of_zero():
+    model = text_model()
+
+    def train():
+        optimizer, batches = sgd(model), list(text())
+        for start in range(0, len(batches), K):
+            window = batches[start : start + K]
+            tokens = sum(int((y != -100).sum()) for _, y in window[1:])
+            for i, (x, y) in enumerate(window):
+                loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+                (loss / tokens if i else loss * 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = audited(train)
+    assert report.status == 0, report.text
+
+
+@pytest.mark.parametrize("zero", [0.0, torch.zeros(())])
+def test_a_loss_that_is_divided_by_zero(zero):
+    model = mlp()
+
+    def train():
+        optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for i, (x, y) in enumerate(data()):
+            scaler.scale(F.cross_entropy(model(x), y) / (zero if i == 5 else K)).backward()
+            if (i + 1) % K == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    report = audited(train)
+    assert (report.status, report.as_json()["checked"]) == (0, 5), report.text
+
+
 # Evaluation mode
 
 
@@ -327,6 +362,39 @@ def test_sketches_without_updates_are_forgotten(monkeypatch):
         for _ in range(200):
             layer(torch.randn(2, 4)).square().mean().backward()
         assert len(report._watcher.optimizers._holding) <= 80
+
+
+def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
+    monkeypatch.setattr(optimizers, "FINISHED_AFTER", 20)
+    model = mlp()
+    first, second = sgd(model), sgd(model)
+    with fusedacc.audit(output=io.StringIO()) as report:
+        loop(model, first, data(K))
+        loop(model, second, data(40 * K))
+        assert len(report._watcher.optimizers._holding) < 8
+        assert len(report._watcher.optimizers.window_starts()) == 1
+    assert (report.status, report.as_json()["checked"]) == (0, 41), report.text
+
+
+def test_a_window_with_too_many_micro_batches_is_not_judged(monkeypatch):
+    """Sketches of another optimizer's long window are freed while this one makes updates."""
+    monkeypatch.setattr(optimizers, "WAITING_SKETCHES", 50)
+    first, second = mlp(), nn.Linear(10, 10)
+
+    def train():
+        fast, slow = sgd(second), sgd(first)
+        for i, (x, y) in enumerate(data(192)):
+            (F.cross_entropy(second(first(x)), y)).backward()
+            fast.step()
+            fast.zero_grad()
+            if (i + 1) % 64 == 0:
+                for param in first.parameters():
+                    param.grad /= 64
+                slow.step()
+                slow.zero_grad()
+
+    report = audited(train, updates=0)
+    assert (report.status, report.as_json()["checked"]) == (0, 192), report.text
 
 
 @pytest.mark.parametrize("num_updates", [0, 1])
