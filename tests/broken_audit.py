@@ -8,7 +8,7 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_first_lost
 # the audit tells no lost micro-batches
 -        if abs(weight) < limit and i not in unsure:
 +        if False:
-fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_scaler_scale_forgotten_once
+fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py::test_random_trainings[40]
 # the audit forgets that a lost micro-batch counts little beside 1/k too
 -        if share and weight:
 +        if False:
@@ -84,7 +84,7 @@ fusedacc/auditing/sums.py: tests/auditing/test_user_code.py -k through_data
 # the audit sees a division in a clipping that it cannot see
 -        may_be_touched = self.is_touched or are_steady(self.others.factors, 1e-6)
 +        may_be_touched = self.is_touched
-fusedacc/auditing/wording.py: tests/auditing/test_cases.py -k right_bf16
+fusedacc/auditing/wording.py: tests/auditing/test_cases.py -k bad_divided_twice
 # the audit tolerates no difference of weights
 -TOLERANCE = 0.05
 +TOLERANCE = 0.0
