@@ -32,6 +32,14 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_tied_added_tw
 # the audit tells no parameters that differ
 -    for outlier in update.outliers:
 +    for outlier in ():
+fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k of_each_parameter
+# factors of most parameters are told as a fault of each
+-    if multiples > len(update.names) / 2:
++    if False:
+fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_tied_added_twice
+# factors of a few parameters are taken for a choice of the script
+-    if multiples > len(update.names) / 2:
++    if multiples:
 fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_zero_grad_before_step
 # the audit judges no update without gradients
 -        _judge_empty(update)

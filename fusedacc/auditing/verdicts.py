@@ -41,6 +41,11 @@ HOOKS = (
     "was checked"
 )
 
+OWN_FACTORS = (
+    "the script multiplies the gradients of most parameters by factors of their own: only whether "
+    "micro-batches count the same was checked"
+)
+
 
 @dataclass(frozen=True)
 class Expectations:
@@ -297,6 +302,11 @@ def _judge_parameters(update: Update) -> None:
     stale: list[str] = []
     of_one_rank: list[str] = []
     ranks = {each.rank for each in update.passes}
+    multiples = sum(outlier.ratio is not None for outlier in update.outliers)
+    if multiples > len(update.names) / 2:  # as adaptive gradient clipping does
+        update.notes.append(OWN_FACTORS)
+        update.is_vague = True
+        update.outliers = [outlier for outlier in update.outliers if outlier.ratio is None]
     for outlier in update.outliers:
         name, weights = update.names[outlier.parameter], outlier.weights
         if outlier.ratio is not None:

@@ -359,9 +359,14 @@ class Watcher:
         return number
 
     def _zero_grad(self, call: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> None:
-        are_written = self.optimizers.versions() != self._versions
+        are_written = self._are_written()
         call(owner, *args, **kwargs)
-        self._note_cleared(owner, are_written)
+        self._note_cleared(owner, bool(are_written))
+
+    @guarded
+    def _are_written(self) -> bool:
+        """Return whether parameters were written since the last backward pass."""
+        return self.optimizers.versions() != self._versions
 
     @guarded
     def _note_cleared(self, owner: Any, are_written: bool) -> None:

@@ -98,6 +98,19 @@ def test_clipping_by_value_and_then_by_norm():
     assert not any("something else" in note for note in report.notes)
 
 
+def test_clipping_of_each_parameter_by_the_script():
+    model = mlp()
+
+    def clip():
+        for param in model.parameters():
+            limit = 0.01 * param.detach().norm() / (param.grad.norm() + 1e-6)
+            param.grad.mul_(limit.clamp(max=1))
+
+    report = audited(lambda: loop(model, sgd(model), data(), before_step=clip))
+    assert report.status == 0, report.text
+    assert any("factors of their own" in note for note in report.notes)
+
+
 def test_clipping_to_zero_is_no_failure():
     model = mlp()
 
@@ -366,6 +379,7 @@ def test_sketches_without_updates_are_forgotten(monkeypatch):
 
 def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
     monkeypatch.setattr(optimizers, "FINISHED_AFTER", 20)
+    monkeypatch.setattr(optimizers, "UNUSED_AFTER", 20)  # other tests may have left optimizers
     model = mlp()
     first, second = sgd(model), sgd(model)
     with fusedacc.audit(output=io.StringIO()) as report:
