@@ -288,9 +288,11 @@ class _Sum:
             times = format_number(1 / total)
             text = f"the losses are divided by {times} times the number of their samples or tokens"
             return Verdict("scale", text, self.factor)
-        is_even = is_close(usual, self.target)
-        if not is_sum:
-            is_even = are_steady(others.full) and are_steady(others.factors, 1e-6)
+        has_one_factor = are_steady(others.factors, 1e-6)
+        is_even = are_steady(others.full) and has_one_factor
+        if is_sum:  # divided by the tokens of each window, and maybe multiplied by a factor of its own
+            is_divided = len(others.full) > 1 and are_steady(others.full) and not has_one_factor
+            is_even = is_close(usual, self.target) or is_divided
         if is_even and not self.is_touched and not is_close(total, usual):
             sums = format_fraction(total), format_fraction(usual)
             text = f"the weights add up to {sums[0]}, in most other updates to {sums[1]}"
