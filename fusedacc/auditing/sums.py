@@ -132,10 +132,9 @@ class _Sum:
     def judge(self) -> Verdict | None:
         """Return what is wrong; None: nothing."""
         tolerance = SUM_TOLERANCE if self.kind == "sum" else TOLERANCE
-        if abs(self.total - self.target) <= tolerance * self.target:
-            return None
-        # Micro-batches of several tasks, each with a line of its own.
-        if self.total_of_update is not None and is_close(self.total_of_update, self.target):
+        # Several tasks may take turns in a window, each with a line of its own.
+        totals = [total for total in (self.total, self.total_of_update) if total is not None]
+        if any(abs(total - self.target) <= tolerance * self.target for total in totals):
             return None
         losses = self._losses_per_micro_batch()
         if losses > 1 and is_close(self.total, self.target * losses):
