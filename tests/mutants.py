@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from broken_audit import AUDIT_BREAKS
 from broken_engine import ENGINE_BREAKS
 from broken_fixes import FIXES
 from broken_likely import BREAKS
@@ -26,7 +27,7 @@ from broken_ranks import RANK_BREAKS
 from mutant import Mutant
 from mutant_copies import occurrences, project
 
-MUTANTS = (*FIXES, *BREAKS, *ENGINE_BREAKS, *RANK_BREAKS)
+MUTANTS = (*FIXES, *BREAKS, *ENGINE_BREAKS, *RANK_BREAKS, *AUDIT_BREAKS)
 #: Seconds after which hanging tests count as failed, so that they catch the mutant.
 PATIENCE = 900
 

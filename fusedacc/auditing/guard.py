@@ -9,6 +9,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from ..kernels import torch_private
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -37,6 +39,7 @@ def guarded(method: Callable[Concatenate[_G, _P], _R]) -> Callable[Concatenate[_
     """
 
     @functools.wraps(method)
+    @torch_private.disable_dynamo  # a compiled function may call it, as a compiled optimizer does
     def run(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         if self.is_closed:
             return None

@@ -24,6 +24,7 @@ HIDING = TELL_ENOUGH | {"double"}
 #: What is said of passes that need not count.
 EXCUSES = {
     "nonfinite": "dropped because of an inf or nan",
+    "failed": "raised an exception and reached no update",
     "other": "in no update, and no micro-batches by their looks: a warm-up, or a gradient to look at",
 }
 

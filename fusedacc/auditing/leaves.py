@@ -207,7 +207,7 @@ class Leaves:
         return self._clip_factors.get(id(leaf), 1.0)
 
     def forget_clip_factors(self, leaves: Iterable[Tensor]) -> None:
-        """Forget them, because a backward pass has changed p.grad."""
+        """Forget them, because a backward pass has changed p.grad, or an update has used it."""
         for leaf in leaves:
             self._clip_factors.pop(id(leaf), None)
 

@@ -58,6 +58,7 @@ class Loss:
         divisors: the constants by which it is divided.
         factors: the constants by which it is multiplied.
         parts: number of losses that it adds up.
+        is_divided_sum: whether it is a mean because one of its constants divides a sum by `count`.
     """
 
     factor: float = 1.0
@@ -66,6 +67,7 @@ class Loss:
     divisors: tuple[float, ...] = ()
     factors: tuple[float, ...] = ()
     parts: int = 1
+    is_divided_sum: bool = False
 
     @property
     def mean_count(self) -> float:
@@ -95,7 +97,7 @@ def read_loss(node: Node, depth: int = 0) -> tuple[Loss, Node]:
             break
         constant = _saved_constant(node) if name.startswith(("DivBackward", "MulBackward")) else None
         if constant is not None and name.startswith("Div"):
-            factor /= constant
+            factor = factor / constant if constant else math.inf  # then gradients are inf or nan
             divisors += (constant,)
         elif constant is not None:
             factor *= constant
@@ -143,7 +145,8 @@ def _reduction(loss: Loss, node: Node, depth: int) -> Loss:
     elif name.startswith("AddBackward") and depth < MAX_DEPTH:
         loss = _sum_of_losses(loss, [read_loss(each, depth + 1) for each in _inputs(node)])
     if loss.kind == "sum" and loss.count and any(abs(each - loss.count) < 1e-3 for each in loss.divisors):
-        loss = replace(loss, kind="mean", factor=loss.factor * loss.count)  # sum(x * mask) / mask.sum()
+        # sum(x * mask) / mask.sum()
+        loss = replace(loss, kind="mean", factor=loss.factor * loss.count, is_divided_sum=True)
     return loss
 
 

@@ -17,8 +17,8 @@ from .sketch_sets import SketchSet
 #: Passes without an optimizer keep so many sketches, of 512 bytes each. Older ones are forgotten.
 WAITING_SKETCHES = 2**18
 
-#: After so many updates of others, an optimizer without an update counts as unused.
-UNUSED_AFTER = 256
+#: After so many updates of others, an optimizer counts as unused: without any update, and with one.
+UNUSED_AFTER, FINISHED_AFTER = 256, 4096
 
 
 @dataclass(eq=False)
@@ -33,8 +33,11 @@ class OptimizerRecord:
         last_sketches: the gradients it used last, by the leaf's number.
         last_update: its last update.
         is_restored: whether its state was loaded or copied since its last update.
-        names, shapes: of its parameters.
+        identities, names, shapes: of its parameters.
         root: the outermost module with its parameters.
+        is_cleared: whether zero_grad() has cleared gradients of the open window.
+        misses_passes: whether sketches of the open window were freed.
+        used_at: number of all updates when it made its last one, or was created.
     """
 
     reference: weakref.ref[Any]
@@ -44,9 +47,13 @@ class OptimizerRecord:
     last_sketches: SketchSet | None = None
     last_update: Update | None = None
     is_restored: bool = False
+    identities: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     root: weakref.ref[nn.Module] | None = None
+    is_cleared: bool = False
+    misses_passes: bool = False
+    used_at: int = 0
 
 
 class Optimizers:
@@ -65,6 +72,8 @@ class Optimizers:
         self._count = 0
         #: Passes that still have their sketches.
         self._holding: list[BackwardPass] = []
+        #: Their sketches.
+        self._num_held = 0
 
     def record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return the record of an optimizer, which is made at first."""
@@ -79,7 +88,7 @@ class Optimizers:
             if gone is not None and self._by_id.get(identity) is gone:
                 del self._by_id[identity]
 
-        known = OptimizerRecord(weakref.ref(optimizer, forget), number)
+        known = OptimizerRecord(weakref.ref(optimizer, forget), number, used_at=self._history.num_updates)
         self._by_id[identity] = self._records[number] = known
         return known
 
@@ -107,35 +116,62 @@ class Optimizers:
 
     def _used(self) -> list[OptimizerRecord]:
         """Return the optimizers that make updates, or may still begin to."""
-        counts = self._history.update_counts
-        may_begin = self._history.num_updates < UNUSED_AFTER
-        return [record for record in self if counts[record.number] or may_begin]
+        counts, total = self._history.update_counts, self._history.num_updates
+        return [
+            record
+            for record in self
+            if total - record.used_at < (FINISHED_AFTER if counts[record.number] else UNUSED_AFTER)
+        ]
+
+    def note_cleared(self, owner: Any) -> None:
+        """Note that `zero_grad()` of an optimizer or module has cleared gradients of open windows."""
+        params = {*map(id, owner.parameters())} if isinstance(owner, nn.Module) else set()
+        for record in self:
+            if owner is record.reference() or not params.isdisjoint(self._params_of(record)):
+                window = self._history.window(record.number)
+                record.is_cleared |= any(each.leaves & record.owned_mask for each in window)
+
+    @staticmethod
+    def _params_of(record: OptimizerRecord) -> set[int]:
+        """Return the ids of an optimizer's parameters."""
+        return {id(param) for reference in record.owned.values() if (param := reference()) is not None}
 
     def hold(self, backward_pass: BackwardPass) -> None:
         """Keep the sketches of a pass until no optimizer can use it any more."""
         self._holding.append(backward_pass)
+        self._num_held += len(backward_pass.sketches)
+        if self._num_held > 2 * WAITING_SKETCHES:  # no optimizer makes updates
+            self.free_sketches()
 
     def free_sketches(self) -> None:
         """Free the sketches of passes that no optimizer can still use."""
         holding, self._holding = self._holding, []
-        starts, size, used = self._history.window_starts, 0, self._used()
+        starts, used, self._num_held = self._history.window_starts, self._used(), 0
         for each in reversed(holding):
-            is_needed = any(
-                each.number >= starts[record.number] and each.leaves & record.owned_mask for record in used
-            )
-            size += len(each.sketches)
-            if is_needed and size < WAITING_SKETCHES:
+            waiting = [
+                record
+                for record in self
+                if each.number >= starts[record.number] and each.leaves & record.owned_mask
+            ]
+            size = len(each.sketches)
+            is_needed = any(record in used for record in waiting)
+            if is_needed and self._num_held + size < WAITING_SKETCHES:
                 self._holding.append(each)
+                self._num_held += size
             else:
                 each.sketches.clear()
+                for record in waiting:
+                    record.misses_passes = True
         self._holding.reverse()
 
     def name_parameters(self, record: OptimizerRecord, params: Sequence[Tensor]) -> None:
         """Look up names and shapes, if the parameters are not those of the last update."""
-        if len(record.names) != len(params):
+        identities = [*map(id, params)]
+        if record.identities != identities:
+            record.identities = identities
             record.names, root = find_names(params, self._model)
-            record.shapes = [tuple(param.shape) for param in params]
             record.root = None if root is None else weakref.ref(root)
+        record.shapes = [tuple(param.shape) for param in params]
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

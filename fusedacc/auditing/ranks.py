@@ -136,6 +136,8 @@ class RankFiles:
             for read in _rows(files):
                 if not all(isinstance(each, SentUpdate) for each in read):
                     break
+                if len({(each.optimizer, each.update.optimizer, each.update.number) for each in read}) > 1:
+                    break  # of different optimizers
                 names[read[0].update.optimizer] = read[0].optimizer
                 take([each.update for each in read])
             if any(isinstance(each, SentUpdate) for each in read):
@@ -201,7 +203,7 @@ class Combiner:
         first = updates[0]
         former = self._last.get(first.optimizer)
         self._last[first.optimizer] = first
-        if any(each.shapes != first.shapes for each in updates):
+        if not all(_have_same_parameters(first, each) for each in updates):
             fit_weights(first, former)
             if first.rest > 1e-3:
                 first.rest = 1.0
@@ -223,6 +225,14 @@ class Combiner:
         """Forget passes that are judged."""
         kept = {id(each) for each in passes}
         self._passes = {key: each for key, each in self._passes.items() if id(each) in kept}
+
+
+def _have_same_parameters(first: Update, other: Update) -> bool:
+    """Return whether two ranks update the same parameters. One may know longer names of them."""
+    return first.shapes == other.shapes and all(
+        name.endswith(other_name) or other_name.endswith(name)
+        for name, other_name in zip(first.names, other.names, strict=True)
+    )
 
 
 def _join(updates: list[Update]) -> None:

@@ -49,8 +49,8 @@ class BackwardPass:
         cleared: the call that cleared gradients after this pass, such as "zero_grad() at train.py:139".
         clipped: the line that clipped gradients after this pass.
         is_counted: whether an update counts it.
-        excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "other" (no
-            micro-batch).
+        excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "failed" (it raised an
+            exception), "other" (no micro-batch).
         is_listed: whether rank 0 has put it into its history.
     """
 
@@ -155,6 +155,7 @@ class Update:
         dtype: the least precise dtype of gradients and sums.
         is_sharded: whether the gradients are shards, as with FSDP2.
         clipped: the factor of `clip_grad_norm_`.
+        misses_passes: whether sketches of passes of its window were freed.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
         is_restored: whether the optimizer was loaded or copied in this window, so that its sums may have
@@ -184,6 +185,7 @@ class Update:
     dtype: torch.dtype = torch.float32
     is_sharded: bool = False
     clipped: float = 1.0
+    misses_passes: bool = False
     is_touched: bool = False
     is_restored: bool = False
     evaluating: frozenset[int] = frozenset()

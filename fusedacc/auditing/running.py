@@ -26,7 +26,8 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     module.__dict__.update(__file__=full_path, __builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = module
     with open(full_path, "rb") as file:
-        code = compile(file.read(), full_path, "exec")
+        # Else the script would inherit this file's `from __future__ import annotations`.
+        code = compile(file.read(), full_path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 

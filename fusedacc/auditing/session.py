@@ -27,6 +27,10 @@ from .wording import NEGLIGIBLE
 _running: Audit | None = None
 
 
+class StoppedError(SystemExit):
+    """Ends the script after the updates that are to be watched."""
+
+
 class Audit(AbstractContextManager["Audit"]):
     """Watches the updates inside a `with` block. `fusedacc.audit` makes it, and describes the arguments.
 
@@ -53,7 +57,9 @@ class Audit(AbstractContextManager["Audit"]):
         folder: str | None = None,
     ) -> None:
         _check(model, updates, steps, scale, ignore)
-        folder_of_json = os.path.dirname(os.path.abspath(json_file or ""))
+        # The script may change to another folder.
+        json_file, folder = (path and os.path.abspath(path) for path in (json_file, folder))
+        folder_of_json = os.path.dirname(json_file or os.getcwd())
         if not os.path.isdir(folder_of_json):
             raise ValueError(f"there is no folder {folder_of_json} to write the JSON to: create it first")
         self.status: int | None = None
@@ -80,6 +86,8 @@ class Audit(AbstractContextManager["Audit"]):
 
     def __enter__(self) -> Audit:
         global _running
+        if self.status is not None:
+            raise RuntimeError("this audit has ended: call fusedacc.audit() for a new one")
         if _running is not None:
             raise RuntimeError("an audit is already running: end it before you begin another one")
         _running = self
@@ -143,7 +151,7 @@ class Audit(AbstractContextManager["Audit"]):
         if self._limit and self._history.update_counts[optimizer] >= self._limit:
             self.close()
             if self._stop:
-                raise SystemExit(self.status)
+                raise StoppedError(self.status)
 
     # The end
 
@@ -204,7 +212,7 @@ class Audit(AbstractContextManager["Audit"]):
         pending = self._judge.judge(history, findings, list(history.updates), [])
         is_limited = self._limit and max(history.update_counts.values(), default=0) >= self._limit
         add_final_notes(history, findings, 0 if is_limited else len(pending))
-        if not findings.updates and not history.failed:
+        if not history.num_updates and not history.failed:
             history.add_note(self._why_no_update())
         self.problems = list(findings.problems.values())
         is_incomplete = history.failed or not findings.checked

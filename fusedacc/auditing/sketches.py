@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .memory import allocate
 
@@ -19,6 +19,8 @@ from .memory import allocate
 COLUMNS = 8
 #: Numbers in a sketch. A vector gets all of them from one side.
 NUMBERS = COLUMNS * COLUMNS
+#: A longer vector is taken as a matrix too, because its signs would take 512 bytes an element.
+LONGEST_VECTOR = 2**12
 #: Elements that are copied to float64 at a time: 1 MB on a CPU. On other devices a kernel launch costs more.
 CPU_CHUNK, DEVICE_CHUNK = 2**17, 2**20
 
@@ -53,8 +55,12 @@ class SketchMap:
             gradient, dims = torch.view_as_real(gradient.resolve_conj()), (*dims, 2)
         split = _square_split(dims)
         rows, columns = math.prod(dims[:split]), math.prod(dims[split:])
-        left = self._random_signs(rows, COLUMNS if columns > 1 else NUMBERS, gradient.device)
-        left = left[first_row * math.prod(dims[1:split]) :]
+        first = first_row * math.prod(dims[1:split])
+        if columns == 1 and rows > LONGEST_VECTOR:
+            columns = math.isqrt(rows)
+            rows = -(-rows // columns)
+            first, gradient = _pad_to_rows(gradient.reshape(-1), first, columns)
+        left = self._random_signs(rows, COLUMNS if columns > 1 else NUMBERS, gradient.device)[first:]
         size = left.shape[1] * columns
         product = _reserve(self._products, size, gradient.device).view(left.shape[1], columns).zero_()
         if gradient.numel():
@@ -96,6 +102,22 @@ def _reserve(buffers: dict[torch.device, Tensor], numel: int, device: torch.devi
     if buffer is None or buffer.shape[0] < numel:
         buffer = buffers[device] = allocate((numel,), device)
     return buffer[:numel]
+
+
+def _pad_to_rows(vector: Tensor, first: int, columns: int) -> tuple[int, Tensor]:
+    """Pad a part of a vector with zeros to whole rows of a matrix.
+
+    Args:
+        vector: the part.
+        first: where it begins in the whole vector.
+        columns: length of a row.
+
+    Returns:
+        The number of its first row, and the rows.
+    """
+    row, before = divmod(first, columns)
+    after = -(before + vector.numel()) % columns
+    return row, nn.functional.pad(vector, (before, after)) if vector.numel() else vector
 
 
 def _square_split(dims: tuple[int, ...]) -> int:

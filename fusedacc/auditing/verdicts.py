@@ -33,8 +33,8 @@ from .wording import (
 RANKS_APART = 0.001
 #: An update is checked if at most this part of its gradient is no sum of those of micro-batches.
 CHECKED_REST = 0.5
-#: The same, besides rounding, for an update whose sums may have gradients from elsewhere.
-RESTORED_REST = 0.01
+#: The same if the rest may come from passes that are missing, or from sums that were loaded or copied.
+CHECKED_REST_OF_SOME = 0.01
 #: Standard error of a weight, relative to a usual weight, above which only sums of weights are certain.
 UNSURE = 0.2
 
@@ -46,6 +46,11 @@ SAME_GRADIENTS = (
 HOOKS = (
     "hooks of the script change the gradients of most parameters: only whether micro-batches count the same "
     "was checked"
+)
+
+OWN_FACTORS = (
+    "the script multiplies the gradients of most parameters by factors of their own: only whether "
+    "micro-batches count the same was checked"
 )
 
 
@@ -71,12 +76,13 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     wanted = [
         i
         for i, each in enumerate(update.passes)
-        if abs(update.weights[i]) > NEGLIGIBLE * top > 0 or not (each.is_counted or each.excused)
+        if abs(update.weights[i]) > NEGLIGIBLE * top > 0 or not ((each.is_counted and top) or each.excused)
     ]
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
     update.errors = [update.errors[i] for i in wanted]
-    update.is_checked = bool(update.passes) and update.rest <= CHECKED_REST and not _has_other_sums(update)
+    limit = CHECKED_REST_OF_SOME if update.misses_passes else CHECKED_REST
+    update.is_checked = bool(update.passes) and update.rest <= limit and not _has_other_sums(update)
     if not update.is_checked:
         return
     if not top:
@@ -121,7 +127,7 @@ def _has_other_sums(update: Update) -> bool:
     """Return whether the optimizer was loaded or copied together with gradients of its open window."""
     if not update.is_restored:
         return False
-    is_explained = update.rest <= max(RESTORED_REST, 4 * torch.finfo(update.dtype).eps)
+    is_explained = update.rest <= max(CHECKED_REST_OF_SOME, 4 * torch.finfo(update.dtype).eps)
     return bool(update.stale_weight or update.late_weight) or not is_explained
 
 
@@ -257,10 +263,13 @@ def _numbers(numbers: NumberRanges) -> str:
 
 def _judge_weights(update: Update, expectations: Expectations) -> None:
     """Compare micro-batches whose losses are of one kind: called from one place, with one reduction."""
-    counting = _counting(update)
+    # A loss that is multiplied by 0 stands for a micro-batch without any labels.
+    counting = [i for i in _counting(update) if update.passes[i].loss.factor]
     groups: dict[tuple[int, str], list[int]] = {}
     for i in counting:
         groups.setdefault((update.passes[i].place, update.passes[i].loss.kind), []).append(i)
+    if not counting:
+        return
     weights_are_equal = not differ(
         [update.weights[i] for i in counting], [update.errors[i] for i in counting]
     )
@@ -353,6 +362,11 @@ def _judge_parameters(update: Update) -> None:
     stale: list[str] = []
     of_one_rank: list[str] = []
     ranks = {each.rank for each in update.passes}
+    multiples = sum(outlier.ratio is not None for outlier in update.outliers)
+    if multiples > len(update.names) / 2:  # as adaptive gradient clipping does
+        update.notes.append(OWN_FACTORS)
+        update.is_vague = True
+        update.outliers = [outlier for outlier in update.outliers if outlier.ratio is None]
     for outlier in update.outliers:
         name, weights = update.names[outlier.parameter], outlier.weights
         if outlier.ratio is not None:

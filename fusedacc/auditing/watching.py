@@ -49,6 +49,10 @@ from .wording import format_count, format_names
 METADATA_KEY = "fusedacc.audit"
 #: The name of autograd's nodes of leaves.
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+#: Passes without an update, after which the audit ends.
+MAX_PASSES = 2**14
+#: The position of the argument `retain_graph` of `torch.autograd.backward` and `grad`.
+RETAIN_GRAPH = {"backward": 2, "grad": 3}
 
 
 @dataclass(eq=False)
@@ -78,10 +82,21 @@ class OpenUpdate:
 
 @dataclass(eq=False)
 class OpenStep:
-    """A call of `step()` that runs."""
+    """A call of `step()` that runs.
+
+    Attributes:
+        optimizer: whose step it is.
+        update: what is recorded; None: there is no gradient, or nothing is recorded yet.
+        handle: of the hook that records the update, if the optimizer has hooks of its own.
+    """
 
     optimizer: Any
     update: OpenUpdate | None = None
+    handle: RemovableHandle | None = None
+
+    def remove_hook(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
 
 
 class Watcher:
@@ -114,6 +129,8 @@ class Watcher:
         self._sketch = SketchMap().sketch
         self._pages = SketchPages()
         self._current: BackwardPass | None = None
+        #: Passes since the last update of any optimizer.
+        self._num_waiting = 0
         self._undo: list[Callable[[], None]] = []
         self._step_hooks: list[RemovableHandle] = []
         self._open_steps: list[OpenStep] = []
@@ -160,6 +177,8 @@ class Watcher:
 
     def remove_step_hooks(self) -> None:
         """Remove the hooks of `step()`. Not from inside of them: torch iterates over all such hooks."""
+        for step in self._open_steps:  # an exception has ended them
+            step.remove_hook()
         for handle in self._step_hooks:
             handle.remove()
 
@@ -177,8 +196,13 @@ class Watcher:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
+        def undo() -> None:
+            # Other code may have replaced the wrapper, and may call it. The wrapper then only calls on.
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, original)
+
         setattr(owner, name, wrapper)
-        self._undo.append(lambda: setattr(owner, name, original))
+        self._undo.append(undo)
 
     # Backward passes
 
@@ -194,16 +218,23 @@ class Watcher:
             roots = tuple(roots) if hasattr(roots, "__iter__") else (roots,)
             args, kwargs = ((roots, *args[1:]), kwargs) if args else (args, {**kwargs, name: roots})
         given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        keeps_graph = args[2] if len(args) > 2 else kwargs.get("retain_graph")
-        self._open_pass(how, roots, given, bool(keeps_graph))
+        position = RETAIN_GRAPH[how]
+        keeps_graph = args[position] if len(args) > position else kwargs.get("retain_graph")
+        self._open_pass(how, roots, given, keeps_graph)
         try:
             return call(*args, **kwargs)
+        except BaseException:
+            if is_outermost and self._current is not None:
+                self._current.excused = "failed"
+            raise
         finally:
             if is_outermost:
                 self._close_pass()
 
     @guarded
-    def _open_pass(self, how: Literal["backward", "grad"], roots: Any, given: Any, keeps_graph: bool) -> None:
+    def _open_pass(
+        self, how: Literal["backward", "grad"], roots: Any, given: Any, keeps_graph: bool | None
+    ) -> None:
         """Read the graph before it runs: hook its leaves, and find out what the loss is."""
         listed = [roots] if isinstance(roots, Tensor) else list(roots or ())
         tensors = [root for root in listed if isinstance(root, Tensor)]
@@ -219,7 +250,7 @@ class Watcher:
                     loss = replace(loss, factor=loss.factor * abs(float(given)))
         number, site = self.history.num_passes, call_site()
         current = BackwardPass(number, how, loss, site, SketchSet(self._pages), scale=self._scale)
-        current.has_other_inputs, current.keeps_graph = has_other_inputs, keeps_graph
+        current.has_other_inputs, current.keeps_graph = has_other_inputs, bool(keeps_graph)
         current.evaluating = self.optimizers.evaluating()
         if end is not None and end.name() == ACCUMULATE_GRAD:  # a leaf's node is in all graphs
             end = None
@@ -291,6 +322,16 @@ class Watcher:
             self._leaves.remember(leaves)
         self.history.passes.append(current)
         self.optimizers.hold(current)
+        self._num_waiting += 1
+        if self._num_waiting > MAX_PASSES:
+            self._stop_without_updates()
+
+    def _stop_without_updates(self) -> None:
+        """End the watch, so that memory does not grow in a script that makes no updates any more."""
+        if not self.history.num_updates:
+            raise CannotAuditError(f"no optimizer made an update in {MAX_PASSES} backward passes")
+        self.history.add_note(f"the audit ended after {MAX_PASSES} backward passes without an update")
+        self.stop_watching()
 
     # What other code does with gradients
 
@@ -338,13 +379,19 @@ class Watcher:
         return number
 
     def _zero_grad(self, call: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> None:
-        are_written = self.optimizers.versions() != self._versions
+        are_written = self._are_written()
         call(owner, *args, **kwargs)
-        self._note_cleared(are_written)
+        self._note_cleared(owner, bool(are_written))
 
     @guarded
-    def _note_cleared(self, are_written: bool) -> None:
+    def _are_written(self) -> bool:
+        """Return whether parameters were written since the last backward pass."""
+        return self.optimizers.versions() != self._versions
+
+    @guarded
+    def _note_cleared(self, owner: Any, are_written: bool) -> None:
         call = call_site().describe("zero_grad()")
+        self.optimizers.note_cleared(owner)
         for each in self.history.passes_since(max(self.history.window_starts.values(), default=0)):
             each.cleared = each.cleared or call
             if are_written:  # code that is no optimizer has changed the parameters, as SAM does
@@ -363,29 +410,34 @@ class Watcher:
         return self._leaves.changed(params)
 
     @guarded
-    def _largest_element(self, params: list[Tensor]) -> tuple[Tensor, int, float] | None:
-        """Return the first gradient that is not zero, the index of its largest element, and that element."""
+    def _largest_element(self, params: list[Tensor]) -> tuple[Tensor, float] | None:
+        """Return a view of the largest element of the first gradient that is not zero, and its size."""
         for param in params:
             if param.grad is None or param.grad.layout is not torch.strided:
                 continue
-            gradient = local_part(param.grad).flatten()
+            gradient = local_part(param.grad)
             if gradient.numel():
-                index = int(gradient.abs().argmax())
-                value = float(gradient[index])
-                if value and math.isfinite(value):
-                    return gradient, index, value
+                index = torch.unravel_index(gradient.abs().argmax(), gradient.shape)
+                element = gradient[tuple(map(int, index))]  # a view in any memory format
+                size = float(element.abs())
+                if size and math.isfinite(size):
+                    return element, size
         return None
 
     @guarded
     def _note_clipped(
-        self, params: list[Tensor], before: tuple[Tensor, int, float] | None, changed: set[int]
+        self, params: list[Tensor], before: tuple[Tensor, float] | None, changed: set[int]
     ) -> None:
         factor = 1.0
         if before is not None:
-            gradient, index, value = before
-            factor = float(gradient[index]) / value
+            element, size = before
+            factor = float(element.abs()) / size
+        factor = factor if math.isfinite(factor) else 1.0
         for param in params:
-            self._leaves.multiply_clip_factor(param, factor if math.isfinite(factor) else 1.0)
+            self._leaves.multiply_clip_factor(param, factor)
+            if id(param) in self._unclipped and id(param) not in changed and param.grad is not None:
+                sketch, _ = self._unclipped[id(param)]
+                self._unclipped[id(param)] = sketch * factor, grad_state(param.grad)
         if self.history.passes:
             self.history.passes[-1].clipped = call_site().line
         # A gradient that other code had changed before still counts as changed.
@@ -453,6 +505,7 @@ class Watcher:
     def _skip_window(self, optimizer: Any) -> None:
         """Note that an update does not take place, because gradients have inf or nan."""
         number = self.optimizers.record_of(optimizer).number
+        self._leaves.forget_clip_factors(parameters_of(optimizer))
         for each in self.history.window(number):
             each.excused = "nonfinite"
         self.history.window_starts[number] = self.history.num_passes
@@ -463,10 +516,20 @@ class Watcher:
         if self.is_closed:
             return None
         step = OpenStep(optimizer)
+        for each in self._open_steps:
+            if each.optimizer is optimizer:  # an exception has ended it
+                each.remove_hook()
         self._open_steps = [each for each in self._open_steps if each.optimizer is not optimizer] + [step]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+
+        def record(*_: Any) -> None:
             step.update = self._record_step(optimizer)
+
+        if not callable(closure):
+            if optimizer._optimizer_step_pre_hooks:  # they may change gradients, so look after them
+                step.handle = optimizer.register_step_pre_hook(record)
+            else:
+                record()
             return None
 
         def watched_closure(*closure_args: Any, **closure_kwargs: Any) -> Any:
@@ -474,7 +537,7 @@ class Watcher:
                 self.finish_update(optimizer, step.update)
                 step.update = None
             result = closure(*closure_args, **closure_kwargs)
-            step.update = self._record_step(optimizer)
+            record()
             return result
 
         if "closure" in kwargs:
@@ -483,7 +546,9 @@ class Watcher:
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._open_steps and self._open_steps[-1].optimizer is optimizer:
-            self.finish_update(optimizer, self._open_steps.pop().update)
+            step = self._open_steps.pop()
+            step.remove_hook()
+            self.finish_update(optimizer, step.update)
 
     def _record_step(self, optimizer: Any) -> OpenUpdate | None:
         params = parameters_of(optimizer)
@@ -506,7 +571,7 @@ class Watcher:
         passes += [] if self._current is None else [self._current]  # an optimizer that steps inside backward
         mask = mask_of(leaves)
         passes = [each for each in passes if each.sketches.mask & mask]
-        if all(each is None for each in gradients) and not any(each.cleared for each in passes):
+        if all(each is None for each in gradients) and not record.is_cleared:
             self.steps_without_gradients += 1
             return None
         update = Update(record.number, passes, call_site())
@@ -558,7 +623,7 @@ class Watcher:
         """Note the factor of the clipping. Parameters that torch's clipping shrank alone get a note."""
         factors = [self._leaves.clip_factor(param) for param in open_update.params]
         usual = statistics.median_low(factors or [1.0])
-        open_update.update.clipped = usual
+        open_update.update.clipped = usual or 1.0  # a clipping to 0 leaves nothing to judge
         open_update.unclip = [usual / factor if factor and usual else 1.0 for factor in factors]
 
     def finish_update(self, optimizer: Any, open_update: OpenUpdate | None) -> None:
@@ -580,11 +645,15 @@ class Watcher:
     def _keep(self, optimizer: Any, open_update: OpenUpdate) -> None:
         history, record, update = self.history, open_update.record, open_update.update
         number = record.number
+        update.misses_passes = record.misses_passes
+        record.is_cleared = record.misses_passes = False
+        self._num_waiting = 0
         if number not in history.optimizers:
             history.optimizers[number] = len(history.optimizers), type(optimizer).__name__
             if dist.is_available() and dist.is_initialized():
                 history.rank, history.num_ranks = dist.get_rank(), dist.get_world_size()
         history.update_counts[number] += 1
+        record.used_at = history.num_updates
         history.window_starts[number] = history.num_passes + (self._current is not None)
         self.optimizers.name_parameters(record, open_update.params)
         update.number, update.names, update.shapes = (
@@ -593,6 +662,8 @@ class Watcher:
             record.shapes,
         )
         self._note_lone_clipping(open_update)
+        # A backward pass forgets only those of leaves: not those of FSDP2's shards and of float32 copies.
+        self._leaves.forget_clip_factors(open_update.params)
         for each in update.passes:
             each.scale = float(each.scale)
         originals = find_repetitions(update)
@@ -628,9 +699,14 @@ class Watcher:
     ) -> None:
         """Find the parameters that get the gradients of others: FSDP2's shards, and float32 copies."""
         if any(map(is_distributed, params)):
-            if not self._leaves.has_substitutes:
-                for shard, whole in find_unsharded():
-                    self._leaves.let_stand_for(shard, whole)
+            if record.number in self.history.optimizers:
+                return
+            for shard, whole in find_unsharded():
+                self._leaves.let_stand_for(shard, whole)
+            for each in self.optimizers:  # so that passes are kept for optimizers that step later
+                for reference in list(each.owned.values()):
+                    if (param := reference()) is not None:
+                        self._own(each, param)
         else:
             self._find_copies(record, dict(zip(params, gradients, strict=True)))
 

@@ -8,6 +8,7 @@ import sys
 
 from ..auditing import Audit
 from ..auditing.running import print_failure, run_module, run_script
+from ..auditing.session import StoppedError
 
 #: Exit statuses: of a misuse, a failure of the script, or nothing that could be checked.
 MISUSED = 2
@@ -68,10 +69,12 @@ def run(options: argparse.Namespace) -> int:
         try:
             run_function = run_module if options.is_module else run_script
             run_function(options.script, options.arguments)
+        except StoppedError:
+            pass
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            has_failed = bool(end.code) and audit.status is None
+            has_failed = bool(end.code)
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)
         except BaseException as error:  # whatever the script raises

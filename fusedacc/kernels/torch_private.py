@@ -302,7 +302,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_scale": "the scale as a tensor; get_scale() waits for the device",
     },
     # torch.optim
-    "Optimizer": {"_opt_called": "learning rate schedulers read it, and warn without it"},
+    "Optimizer": {
+        "_opt_called": "learning rate schedulers read it, and warn without it",
+        "_optimizer_step_pre_hooks": "whether hooks are registered; no public name",
+    },
     # DistributedDataParallel
     "DistributedDataParallel": {
         "_build_debug_param_to_name_mapping": "makes a new reducer, as unpickling does; no public name",

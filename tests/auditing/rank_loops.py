@@ -1,6 +1,7 @@
 """Loops with DistributedDataParallel and FSDP2, for two ranks. As in plain_loops.py."""
 
 import contextlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from plain_loops import K, adam, data, mlp, text, text_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedacc
@@ -216,6 +218,21 @@ def right_ddp_clip():
 
 
 @case
+def right_ddp_scaler_skips():
+    """All ranks skip an update because of an inf on one of them."""
+    model = DDP(mlp())
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=128.0)
+    for i, (x, y) in enumerate(batches()):
+        factor = float("inf") if i == 5 and dist.get_rank() == 1 else 1.0
+        with contextlib.nullcontext() if (i + 1) % K == 0 else model.no_sync():
+            scaler.scale(F.cross_entropy(model(factor * x), y) / K).backward()
+        if (i + 1) % K == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@case
 def right_ddp_bf16():
     model = DDP(mlp(torch.bfloat16))
     optimizer = adam(model)
@@ -285,6 +302,47 @@ def bad_fsdp2_not_divided():
 
 
 @case
+def bad_fsdp2_not_divided_but_clipped():
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i, (x, y) in enumerate(batches()):
+        F.cross_entropy(model(x), y).backward()
+        if (i + 1) % K == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def bad_fsdp2_second_model():
+    """Two models that take turns. Micro-batches of the second one are lost."""
+    models = shard(), shard()
+    optimizers = [adam(model) for model in models]
+    source = batches()
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for x, y in itertools.islice(source, K):
+                if model is models[1]:
+                    optimizer.zero_grad()
+                (F.cross_entropy(model(x), y) / K).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def right_fsdp2_two_models_step_together():
+    models = shard(), shard()
+    optimizers = [adam(model) for model in models]
+    for i, (x, y) in enumerate(batches(12)):
+        for model in models:
+            (F.cross_entropy(model(x), y) / K).backward()
+        if (i + 1) % K == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@case
 def right_fsdp2_mixed():
     model = mlp()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -316,3 +374,20 @@ def right_fusedacc_fsdp2():
         optimizer.step()
         optimizer.zero_grad()
     optimizer.flush()
+
+
+# What the audit cannot judge
+
+
+def zero_redundancy():
+    """Each rank updates a layer of its own. Their shapes are the same."""
+    model = DDP(nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20)))
+    loop(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3), batches())
+
+
+def other_optimizers():
+    """Rank 0 trains another model alone before."""
+    if dist.get_rank() == 0:
+        model = mlp()
+        loop(model, torch.optim.SGD(model.parameters(), lr=0.01), data(K))
+    right_ddp()

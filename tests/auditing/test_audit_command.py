@@ -125,6 +125,29 @@ def test_updates_and_stop(folder):
     assert (done.returncode, done.stdout) == (1, "")
 
 
+def test_a_script_may_change_to_another_folder(folder):
+    done = run(folder, "--json", "report.json", "train.py", script=f"{TRAIN}\nimport os; os.chdir('/')")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "report.json").exists()
+
+
+def test_a_failure_after_the_audited_updates_is_not_hidden(folder):
+    done = run(folder, "--updates", "2", "train.py", script=f"{TRAIN}\nsys.exit(3)")
+    assert done.returncode == 2, done.stderr
+    assert "8 micro-batches, 2 updates" in done.stderr
+
+
+def test_the_script_inherits_no_future_statement(folder):
+    script = """
+    from dataclasses import dataclass, fields
+    @dataclass
+    class Options:
+        size: int
+    print(fields(Options)[0].type)
+    """
+    assert run(folder, "train.py", script=script).stdout == "<class 'int'>\n"
+
+
 BAD_INPUT = {
     "no update": ("print('hello')", "no update was seen: the script called no optimizer's step()"),
     "no gradient": (

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import fusedacc
 from fusedacc.auditing import optimizers, session
 from fusedacc.auditing.sketch_sets import SketchPages, SketchSet
+from fusedacc.auditing.sketches import SketchMap
 
 #: Cases that compile or are long take seconds.
 SKIPPED = ("compiled", "bf16_master", "normalized", "300", "bf16_512")
@@ -102,6 +103,17 @@ def test_an_exception_ends_the_audit_and_goes_on():
     assert report.status == 0
     assert "No problem found." in output.getvalue()
     assert session._running is None
+
+
+def test_a_failure_of_the_audit_does_not_stop_the_script(monkeypatch):
+    def fail(*_):
+        raise ValueError("no sketch")
+
+    monkeypatch.setattr(SketchMap, "sketch", fail)
+    trained = []
+    report = audited(lambda: trained.append(plain_loops.CASES["right"]()))
+    assert (report.status, len(trained)) == (2, 1)
+    assert "the audit stopped: ValueError in _receive: no sketch" in report.notes
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
