@@ -1,7 +1,5 @@
 #include "gradients.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "../common/dtypes.h"
 
 namespace fusedacc::autograd {
@@ -39,12 +37,11 @@ bool are_pair(at::ScalarType gradient, at::ScalarType sum) {
 
 namespace {
 
-// Whether only the tensor refers to its Python wrapper, and the wrapper is no subclass.
+// Whether only the tensor refers to its Python wrapper.
 template <class Wrapper>
 bool is_idle(const Wrapper& wrapper) {
   if constexpr (requires { wrapper.has_unique_reference(); }) {
-    return wrapper.has_unique_reference() &&
-           reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
+    return wrapper.has_unique_reference();
   } else {
     return false;  // this torch does not count the wrapper as a reference
   }
