@@ -21,9 +21,6 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 # the engine goes on while p.grad holds what ignore() has left
 - && sums_->num_ignored == 0;
 +;
-# the engine goes on after a backward pass that has bypassed its hooks
--!is_watched && !is_bypassed_ &&
-+!is_watched &&
 # the engine begins the first backward pass of a window
 -  if (is_first && (!plan_->repeats || sums_->exposed)) return false;
 # Python begins all backward passes of a manual loop

@@ -507,7 +507,7 @@ void Engine::set_condition(const std::string& name, bool holds) {
 
 bool Engine::plan_applies() const {
   return plan_.has_value() && (plan_->repeats || planned_window_ == window_->number) && conditions_.empty() &&
-         !is_watched && !is_bypassed_ && !window_->tainted && sums_->num_ignored == 0;
+         !is_watched && !window_->tainted && sums_->num_ignored == 0;
 }
 
 bool Engine::may_use_plan() const { return plan_applies() && !sums_->consumed; }

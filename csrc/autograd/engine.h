@@ -145,7 +145,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_postpones(bool postpones) { postpones_ = postpones; }
   // Some parameters are, or were, on a GPU.
   void note_gpu() { on_gpu_ = true; }
-  // A backward pass ran past our hooks. Python handles all later ones.
+  // A backward pass ran past our hooks, as those of compiled autograd do.
   void note_bypass() { is_bypassed_ = true; }
   bool is_bypassed() const { return is_bypassed_; }
 
