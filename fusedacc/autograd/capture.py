@@ -71,7 +71,7 @@ class Capture:
         accumulators.passes.lock = self.engine.lock
         self.engine.set_rounds_stochastically(accumulators.noise.seed is not None)
         self.engine.set_condition("sums are rounded stochastically", accumulators.noise.seed is not None)
-        self.registry = HookRegistry(slots, accumulators, policy, self.engine, reference)
+        self.registry = HookRegistry(slots, accumulators, policy, self.engine)
 
     @property
     def bypassed(self) -> bool:

@@ -34,8 +34,8 @@ class HookRegistry:
     """Hooks on the parameters of `slots`, a list that its owner shares and changes; it calls `refresh` after
     appending.
 
-    policy: as of `Capture`. engine: the wrapper's. capture: a weak reference to the capture. Raises
-    ValueError if a parameter belongs to another live wrapper, or the reduction does not support FSDP2.
+    policy: as of `Capture`. engine: the wrapper's. Raises ValueError if a parameter belongs to another live
+    wrapper, or the reduction does not support FSDP2.
     """
 
     #: Whether there is nothing to release: before hooks are registered, and after `close()`.
@@ -48,7 +48,6 @@ class HookRegistry:
         accumulators: Accumulators,
         policy: Any,
         engine: Any,
-        capture: weakref.ref,
     ) -> None:
         self.slots = slots
         #: Handles the parameters that FSDP2 has sharded (`distributed.fsdp.Shards`).
@@ -56,7 +55,6 @@ class HookRegistry:
         self._accumulators = accumulators
         self._policy = policy
         self._engine = engine
-        self._capture = capture
         #: The AccumulateGrad nodes, which are freed with their hooks unless they are referenced.
         self.nodes: dict[Slot, Any] = {}
         #: Weak references to the parameters' memory, which show when a parameter gets other memory.
@@ -162,9 +160,6 @@ class HookRegistry:
 
     def _describe(self, slot: Slot) -> None:
         """Update a slot after its parameter has changed."""
-        owner = self._capture()
-        if owner is not None:
-            owner.pause()  # a deferred scale may be applied here
         former = slot.lane
         if slot in self.nodes and self.nodes[slot].variable is not slot.param:
             self._accumulators.grads.recognise_swapped(slot)

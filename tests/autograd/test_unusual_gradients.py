@@ -174,3 +174,50 @@ def test_a_gradient_of_inference_mode_does_not_become_a_sum(steps):
             optimizer.step()
         optimizer.zero_grad()
     assert param.tolist() == [1.0 - 6 * 3 * (steps or 2)] * 3
+
+
+class ReturnsWhatItKeeps(torch.autograd.Function):
+    """Computes 3 * x for a matrix. The backward returns a view of a tensor that Python keeps."""
+
+    kept = torch.empty(0)
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ReturnsWhatItKeeps.kept = torch.full((4, 4), 3.0)
+        return ReturnsWhatItKeeps.kept.t()
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_view_of_a_tensor_that_python_keeps_does_not_become_a_sum(steps):
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps, reduction="sum")
+    ReturnsWhatItKeeps.apply(param).sum().backward()
+    first = ReturnsWhatItKeeps.kept
+    if steps:
+        optimizer.step()
+    ReturnsWhatItKeeps.apply(param).sum().backward()
+    assert first.tolist() == [[3.0] * 4] * 4
+    assert param.grad.tolist() == [[6.0] * 4] * 4
+
+
+class RequiresGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full_like(gradient, 3.0).requires_grad_()
+
+
+@pytest.mark.parametrize("steps", [None, 1])
+def test_p_grad_requires_no_gradient(steps):
+    param = nn.Parameter(torch.ones(3))
+    fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps)
+    RequiresGradients.apply(param).sum().backward()
+    assert param.grad.tolist() == [3.0] * 3
+    assert not param.grad.requires_grad

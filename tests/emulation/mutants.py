@@ -270,13 +270,6 @@ MUTANTS = (
         f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
-        "a deferred scale is applied before an addition that waits",
-        "fusedacc/autograd/registration.py",
-        "            owner.pause()  # a deferred scale may be applied here\n",
-        "            pass\n",
-        f"{NATIVE} {PROGRAMS}",
-    ),
-    Mutant(
         "nodes stay on the stream on which the wrapper was made",
         "fusedacc/autograd/registration.py",
         "            self._leave_former_streams()\n",
