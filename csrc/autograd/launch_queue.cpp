@@ -47,18 +47,8 @@ void run_addition(const std::vector<at::Tensor>& sums, const std::vector<at::Ten
 }
 
 void LaunchQueue::add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-                      const Addition& addition, bool may_wait) {
-  append(slot, sum, gradient, addition, /*backward=*/nullptr, may_wait);
-}
-
-void LaunchQueue::add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
-                                const std::shared_ptr<BackwardPass>& backward, bool may_wait) {
-  append(slot, /*sum=*/at::Tensor(), gradient, Addition(), backward, may_wait);
-}
-
-void LaunchQueue::append(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-                         const Addition& addition, const std::shared_ptr<BackwardPass>& backward,
-                         bool may_wait) {
+                      const Addition& addition, bool may_wait,
+                      const std::shared_ptr<BackwardPass>& backward) {
   const std::optional<c10::Stream> stream = current_stream(gradient.device());
   const auto fits = [&](const Batch& batch) {
     return batch.stream == stream && batch.gradient_dtype == gradient.scalar_type() &&
@@ -78,6 +68,11 @@ void LaunchQueue::append(const std::shared_ptr<Slot>& slot, const at::Tensor& su
   slot->waits = true;
   nbytes_ += static_cast<int64_t>(gradient.nbytes());
   if (!may_wait || nbytes_ >= limit_) flush();
+}
+
+void LaunchQueue::add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
+                                const std::shared_ptr<BackwardPass>& backward, bool may_wait) {
+  add(slot, /*sum=*/at::Tensor(), gradient, Addition(), may_wait, backward);
 }
 
 void LaunchQueue::order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream) {
@@ -103,22 +98,20 @@ void LaunchQueue::flush() {
     for (const auto& slot : batch.slots) slot->waits = false;
   }
   try {
-    for (Batch& batch : batches) launch(batch);
+    for (Batch& batch : batches) {
+      if (batch.stream.has_value()) {
+        for (const auto& slot : batch.slots) order(slot, *batch.stream);
+      }
+      const c10::OptionalStreamGuard on_stream(batch.stream);
+      if (batch.backward == nullptr) {
+        run_addition(batch.sums, batch.gradients, batch.addition);
+      } else {
+        add_in_python_(batch.slots, std::move(batch.gradients), batch.backward);
+      }
+    }
   } catch (...) {
     note_loss_();  // of other backward passes too, which do not fail
     throw;
-  }
-}
-
-void LaunchQueue::launch(Batch& batch) {
-  if (batch.stream.has_value()) {
-    for (const auto& slot : batch.slots) order(slot, *batch.stream);
-  }
-  const c10::OptionalStreamGuard on_stream(batch.stream);
-  if (batch.backward == nullptr) {
-    run_addition(batch.sums, batch.gradients, batch.addition);
-  } else {
-    add_in_python_(batch.slots, std::move(batch.gradients), batch.backward);
   }
 }
 

@@ -48,9 +48,9 @@ class LaunchQueue {
 
   // Adds to the slot's sum, for which nothing waits, on the current stream with the next launch. may_wait:
   // whether no other tensor object is the gradient. Its memory may be shared: a hook must not write later to
-  // what it has returned.
+  // what it has returned. backward: given where Python adds (see below).
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-           const Addition& addition, bool may_wait);
+           const Addition& addition, bool may_wait, const std::shared_ptr<BackwardPass>& backward = nullptr);
   // The same, but Python adds the gradient, as that of this backward pass.
   void add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
                      const std::shared_ptr<BackwardPass>& backward, bool may_wait);
@@ -79,11 +79,6 @@ class LaunchQueue {
     std::vector<at::Tensor> gradients{};
   };
 
-  // Puts a gradient into a batch, which is new unless there is one with the same stream, dtype, addition and
-  // backward pass. sum: undefined where Python adds.
-  void append(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
-              const Addition& addition, const std::shared_ptr<BackwardPass>& backward, bool may_wait);
-  void launch(Batch& batch);
   // Lets `stream` wait for the last write to the slot's sum, and records a write on `stream`.
   void order(const std::shared_ptr<Slot>& slot, const c10::Stream& stream);
 
