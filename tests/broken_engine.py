@@ -76,10 +76,6 @@ tests/optimizer/test_middle_of_window.py tests/autograd tests/accumulators/test_
 csrc/autograd:
 tests/autograd tests/optimizer/test_middle_of_window.py tests/accumulators
 tests/nn/test_native_functions.py
-# a sum of inference mode is given to a kernel
--is_plain(sum) &&
--         !sum.is_inference();
-+is_plain(sum);
 # gradients of other backward passes are lost without a taint
 -    note_loss_();  // of other
 +    // of other

@@ -94,8 +94,7 @@ bool have_parameters(const py::object& groups, const py::list& known) {
 
 // Whether a kernel may add to this sum of the slot. Users may have put it into p.grad.
 bool is_kernels_sum(const Slot& slot, const at::Tensor& sum) {
-  return sum.scalar_type() == slot.accumulate_dtype && sum.device() == *slot.device && is_plain(sum) &&
-         !sum.is_inference();
+  return sum.scalar_type() == slot.accumulate_dtype && sum.device() == *slot.device && is_plain(sum);
 }
 
 // Whether a kernel may take the gradient of the slot's parameter.

@@ -221,3 +221,22 @@ def test_p_grad_requires_no_gradient(steps):
     RequiresGradients.apply(param).sum().backward()
     assert param.grad.tolist() == [3.0] * 3
     assert not param.grad.requires_grad
+
+
+class ReturnsEverySecondColumn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full((4, 8), 3.0)[:, ::2]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_a_sum_and_a_gradient_with_the_same_gaps_in_their_memory():
+    param, memory = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 8)
+    fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0))
+    param.grad = memory[:, ::2]
+    ReturnsEverySecondColumn.apply(param).sum().backward()
+    assert memory.tolist() == [[4.0, 1.0] * 4] * 4
