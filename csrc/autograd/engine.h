@@ -1,6 +1,6 @@
 // The engine of one wrapper: its hooks deliver gradients here, modules write products and rows, and each
-// backward pass begins and ends here. Most windows of float32 parameters need Python only to call the inner
-// optimizer. docs/design.md lists the exceptions.
+// backward pass begins and ends here. Most windows need Python only to call the inner optimizer and to begin
+// the next window. docs/design.md lists the exceptions.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -119,7 +119,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_plan(Plan plan);
   // Drops the plan: Python begins the next backward pass.
   void drop_plan();
-  // Record whether the named condition holds. While any does, Python begins and ends all backward passes.
+  // Records whether the named condition holds. While any does, Python begins and ends all backward passes.
   void set_condition(const std::string& name, bool holds);
   void set_slots(std::vector<SlotPointer> slots);
   // Runs `step()` in the middle of a window; false leaves it to Python. groups: of the inner optimizer.
