@@ -58,9 +58,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         optimizer: the inner optimizer. The wrapper shares its `param_groups`, `state` and `defaults`.
         gradient_accumulation_steps: micro-batches per update: an int >= 1, a callable that takes the number
             of updates so far and returns one, or None for the manual loop.
-        reduction: "mean": the sum of the gradients divided by the number of micro-batches (default when
-            counted); "sum" (default when manual); "weighted": sum(w * g) / sum(w), for losses that are means
-            over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
+        reduction: "mean" (default when counted): the sum of the gradients divided by the number of
+            micro-batches. "sum" (default when manual): their sum. "weighted": sum(w * g) / sum(w), for losses
+            that are means over w tokens or samples. "normalized": sum(g) / sum(w), for losses that are sums
+            over w.
         accumulate_dtype: dtype of the accumulators; None: float32 for 16-bit parameters, else their dtype.
         rounding: "nearest", or "stochastic" for bfloat16 accumulators (`accumulate_dtype=torch.bfloat16`),
             which take half the memory of float32. Stochastic rounding is right on average, while "nearest"
