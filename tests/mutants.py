@@ -34,7 +34,11 @@ PATIENCE = 900
 
 @dataclass(frozen=True)
 class Outcome:
-    """Which test failed, or "", the seconds that the tests took, and why they could not run, or ""."""
+    """What the tests of a mutant did.
+
+    failed: the test that failed, or how the tests ended otherwise; "" if all passed. seconds: how long they
+    took. problem: why they could not run; "" if they did.
+    """
 
     failed: str
     seconds: float
@@ -47,7 +51,7 @@ def run(copy: Path, tests: Iterable[str]) -> Outcome:
     path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
     began = time.monotonic()
-    # A session of its own, so that the tests' ranks can be stopped with them: they keep the pipe open.
+    # Start a new session, so that the tests' ranks can be stopped with the tests: ranks keep the pipe open.
     tests_run = subprocess.Popen(
         command,
         cwd=copy,

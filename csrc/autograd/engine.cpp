@@ -478,7 +478,7 @@ bool Engine::drop(const std::shared_ptr<BackwardPass>& backward) {
   if (found == backwards_.end() || found->second != backward) return false;
   backwards_.erase(found);
   if (backwards_.empty()) {
-    queue_.drop();  // of a backward pass that has failed; others have launched all
+    queue_.drop();  // only a failed backward pass has left anything: others launch all when they end
     queue_.join();
     queue_.forget();
   }
@@ -608,7 +608,7 @@ bool Engine::end_update() {
 bool Engine::clear_used(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python hooks new nodes
+  if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python must hook new nodes
   if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   if (!plan_applies() || !plan_->updates_plainly || !backwards_.empty() || !sums_->consumed) return false;
   if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;

@@ -1,5 +1,6 @@
 // The engine of one wrapper: its hooks deliver gradients here, modules write products and rows, and each
-// backward pass begins and ends here. Most windows on a CPU need Python only to call the inner optimizer.
+// backward pass begins and ends here. Most windows need Python only to call the inner optimizer and to begin
+// the next window. docs/design.md lists the exceptions.
 #pragma once
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -50,7 +51,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     PyObject* add;
     // Returns the backward pass's scale times the window's `sum_scale`.
     PyObject* scale;
-    // Called after the node of a slot has run: `after_node`.
+    // Adds a gradient that hooks have seen in p.grad: called with a slot, after its node has run.
     PyObject* stored;
     // Ends a backward pass.
     PyObject* finish;
@@ -69,7 +70,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Handles a gradient of the slot's parameter that has reached the hook on `node`. Returns whether it was
   // taken; else autograd stores it. gradient: undefined if the backward pass has none.
   bool deliver(const SlotPointer& slot, torch::autograd::AccumulateGrad& node, const at::Tensor& gradient);
-  // Called after the node has run.
+  // Called after the node has run. Adds the gradient that autograd has stored, if Python has asked for it.
   void after_node(const SlotPointer& slot);
   // Adds to the sum of a slot within a module's backward, or returns false with nothing added. Operands are
   // matrices: sum = beta * sum + scale * left^T right, or sum[i] += scale * (the gradients of row i).
@@ -118,7 +119,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_plan(Plan plan);
   // Drops the plan: Python begins the next backward pass.
   void drop_plan();
-  // Record whether the named condition holds. While any does, Python begins and ends all backward passes.
+  // Records whether the named condition holds. While any does, Python begins and ends all backward passes.
   void set_condition(const std::string& name, bool holds);
   void set_slots(std::vector<SlotPointer> slots);
   // Runs `step()` in the middle of a window; false leaves it to Python. groups: of the inner optimizer.
@@ -129,7 +130,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Ends a window's last micro-batch, if its update has only to run the inner optimizer; else false.
   // Arguments as of `step`.
   bool begin_update(const pybind11::object& groups, const pybind11::list& known);
-  // After the update: p.grad holds what it has used. False where Python must look at p.grad.
+  // Call it after the update: marks the gradients in p.grad as used. False where Python must do so.
   bool end_update();
   // Clears the gradients that an update has used, if nothing else is to be cleared; else false.
   bool clear_used(const pybind11::object& groups, const pybind11::list& known);
@@ -158,7 +159,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same, and no update has used the gradients in p.grad. Then this code may handle a backward pass, a
   // `step()` or a `zero_grad()`.
   bool may_use_plan() const;
-  // Whether it may begin the next backward pass.
+  // Whether this code may begin the next backward pass.
   bool may_begin() const;
   bool is_last() const { return plan_->steps != 0 && window_->micro_step + 1 >= plan_->steps; }
   // Puts the sums of a window into p.grad, or returns false with nothing done.
@@ -170,6 +171,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<BackwardPass> begin(int identity);
   void queue_callback(const std::shared_ptr<BackwardPass>& backward, std::shared_ptr<void> running);
   void finish(const std::shared_ptr<BackwardPass>& backward);
+  // Records that this thread ends a backward pass.
   void note_thread();
   bool receive_in_python(const SlotPointer& slot, const at::Tensor& gradient, Reason reason,
                          bool is_unshared);
@@ -209,7 +211,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::recursive_mutex mutex_;
   LaunchQueue queue_;
   std::unordered_map<int, std::shared_ptr<BackwardPass>> backwards_;
-  std::thread::id last_thread_;  // that has ended a backward pass
+  std::thread::id last_thread_;  // the thread that has ended the last backward pass
   std::atomic<bool> has_threads_{false};
   // The GIL guards these four.
   std::optional<Plan> plan_;

@@ -5,8 +5,8 @@
 
 namespace fusedacc::autograd {
 
-// Whether it is an ordinary strided tensor: no subclass with its own operators, no wrapper of a function
-// transform, no lazy bits.
+// Whether it is an ordinary strided tensor: no subclass that overrides operators, no wrapper of a
+// function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor);
 
 // Whether both tensors are dense and have their elements in the same order in memory.
@@ -18,8 +18,8 @@ int32_t dtype_number(at::ScalarType dtype);
 // Whether there is a kernel that adds such gradients to such sums.
 bool are_pair(at::ScalarType gradient, at::ScalarType sum);
 
-// Whether only the engine of autograd refers to the gradient. Its memory may be shared. A gradient from
-// Python or from a compiled graph also has a Python wrapper.
+// Whether only autograd's engine refers to the gradient. Its memory may be shared. A gradient from Python or
+// from a compiled graph also has a Python wrapper, which does not count if nothing else refers to it.
 bool is_sole(const at::Tensor& gradient);
 
 // Whether the gradient, which only the engine refers to, may become the parameter's sum: no other tensor

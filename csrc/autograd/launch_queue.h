@@ -47,11 +47,12 @@ class LaunchQueue {
       : limit_(limit), add_in_python_(std::move(add_in_python)), note_loss_(std::move(note_loss)) {}
 
   // Adds to the slot's sum, for which nothing waits, on the current stream with the next launch. may_wait:
-  // whether no other tensor object is the gradient. Its memory may be shared: a hook must not write later to
-  // what it has returned. backward: given where Python adds (see below).
+  // false if other code refers to the gradient, and so might change it: then the launch is at once. Other
+  // tensors may share its memory, so a hook must not write later to what it has returned. backward: only
+  // `add_in_python` passes it.
   void add(const std::shared_ptr<Slot>& slot, const at::Tensor& sum, const at::Tensor& gradient,
            const Addition& addition, bool may_wait, const std::shared_ptr<BackwardPass>& backward = nullptr);
-  // The same, but Python adds the gradient, as that of this backward pass.
+  // The same, but Python adds the gradient, and may create the sum. backward: gives the scale.
   void add_in_python(const std::shared_ptr<Slot>& slot, const at::Tensor& gradient,
                      const std::shared_ptr<BackwardPass>& backward, bool may_wait);
   // The caller is about to write to the slot's sum on the current stream: orders this after all earlier

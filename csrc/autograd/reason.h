@@ -13,7 +13,7 @@ enum class Reason {
   kHookAfterNode,       // autograd stores them for a hook after the node, as of a reducer; Python adds them
   kPostAccumulateHook,  // the same for a hook of the user
   kNeedsEager,          // Python adds them
-  kWeightHook,          // the engine adds them, and no module does
+  kWeightHook,          // a hook on the weight needs them, so the engine adds them, and no module does
   kInModule,            // modules add them
   kOrdinary,            // the engine adds them
 };

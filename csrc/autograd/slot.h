@@ -37,8 +37,9 @@ class Slot {
   // The memory of a new sum, with the strides that autograd gives a gradient.
   at::Tensor new_sum() const;
 
-  // The private sum, if it is defined; and by what a sum is still to be multiplied.
+  // The sum while it is private, else undefined.
   at::Tensor accumulator;
+  // The deferred scale: the factor by which the sum is still to be multiplied.
   Number beta;
   GradState grad_state = GradState::kNotOurs;
   // The tensor that was last put into p.grad, its version then, and its bytes if it is sparse.
@@ -93,7 +94,7 @@ class Slot {
 
     bool operator==(const Seen&) const = default;
   };
-  // None for a parameter that is not ordinary.
+  // None for a parameter that is not plain, or on another kind of device than a CPU or GPU of CUDA.
   std::optional<Seen> look() const;
 
   PyObject* const parameter_;

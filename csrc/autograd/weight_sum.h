@@ -18,7 +18,7 @@ namespace fusedacc::autograd {
 // objects.
 class WeightSum {
  public:
-  // Makes a sum known by this number, which no other one ever has. add: the Python method `add_in_backward`.
+  // Makes a sum known by this number, which no other sum ever has. add: the Python method `add_in_backward`.
   static std::shared_ptr<WeightSum> make(int64_t number, const std::shared_ptr<Engine>& engine,
                                          std::shared_ptr<Slot> slot, PyObject* add);
   ~WeightSum();

@@ -23,8 +23,10 @@ from .passes import Passes
 
 
 class Accumulators:
-    """The accumulator of each parameter; the wrapper may append to `slots`. always_exposed:
-    p.grad is the accumulator at any time (manual loop). seed: of stochastic rounding; None rounds to nearest.
+    """The accumulator of each parameter; the wrapper may append to `slots`.
+
+    always_exposed: whether p.grad is the accumulator at any time (manual loop). backend: as in the wrapper.
+    seed: of stochastic rounding; None rounds to nearest.
     """
 
     def __init__(

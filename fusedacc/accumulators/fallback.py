@@ -1,7 +1,7 @@
 """The engine where the native one is missing: autograd stores each gradient, and Python adds it from there.
 
-Every loop works and p.grad is the same at the same time, but nothing is saved. The methods are those that
-csrc/autograd/module.cpp binds; engine.h, hook.h and reason.h describe them.
+Every loop gives the same results, but nothing is saved (docs/limits.md has what differs). The methods are
+those that csrc/autograd/module.cpp binds; engine.h, hook.h and reason.h describe them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class ParamGrads(engine.Sums):
 
     @property
     def holds_uncounted(self) -> bool:
-        """Whether some p.grad may hold a gradient that does not count, or no longer."""
+        """Whether some p.grad may hold a gradient that an update has used, or that `ignore()` has left."""
         return self.consumed or self.num_ignored > 0
 
     def sums_for_update(self) -> SumsForUpdate:

@@ -59,6 +59,7 @@ WEIGHING = tuple(reduction.name for reduction in REDUCTIONS if reduction.weighs)
 
 
 def reduction_of(name: str) -> Reduction:
+    """Return the reduction of this name. Raises ValueError if there is none."""
     for reduction in REDUCTIONS:
         if reduction.name == name:
             return reduction

@@ -45,7 +45,7 @@ class Capture:
 
     slots: the owner shares this list, and calls `registry.refresh` after appending. policy: the
     `optimizer.accumulation.Accumulation`, which decides how the gradients of a backward pass are handled, and
-    their scale. Raises ValueError as `HookRegistry`.
+    their scale. Raises ValueError as `HookRegistry` does.
     """
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Any) -> None:
@@ -133,8 +133,8 @@ class Capture:
         if gradient is None or backward.drops:
             return True
         backward.added = True
-        plan_applies = type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
-        if not plan_applies:
+        is_usual = type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
+        if not is_usual:
             slot.needs_eager = True
         device, dtype, _ = slot.lane
         adder = self.accumulators.adder

@@ -61,7 +61,7 @@ REASONS = {
         "sparse, complex or of a subclass: plain torch adds what no kernel takes", Path.EAGER, "eager"
     ),
     WEIGHT_HOOK: Handling(
-        "a hook on the weight looks at its gradient, which is written for it", Path.MULTI_TENSOR, None
+        "a hook on the weight needs its gradient, so no module adds it", Path.MULTI_TENSOR, None
     ),
     NO_ENGINE: Handling(
         "there is no native engine: autograd stores the gradient, and plain torch adds it",

@@ -107,8 +107,9 @@ class HookRegistry:
             _owners[id(slot.param)] = weakref.ref(self)
 
     def refresh(self, slots: Sequence[Slot] | None = None) -> None:
-        """Hook what can be hooked of `slots` (None: of all); called after whatever may have changed a node.
-        Raises RuntimeError if a parameter has another shape than its sum in a partly filled window.
+        """Put hooks on the present nodes of `slots` (None: all). Call it after anything that may have given a
+        parameter another node. Raises RuntimeError if a parameter has another shape than its sum in a partly
+        filled window.
         """
         if self.closed:
             return

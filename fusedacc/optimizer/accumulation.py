@@ -201,7 +201,7 @@ class Accumulation:
         backward.note_stored(slot)
 
     def _adds_beside(self, backward: Any, slot: Slot) -> bool:
-        """Manual loop: whether a gradient must not be added to p.grad by autograd: p.grad is a copy of the
+        """Manual loop: whether autograd must not add this gradient to p.grad. Either p.grad is a copy of the
         accumulator for an update whose closure runs, or the accumulator is rounded stochastically.
         """
         rounds = self.window.autograd_stores and self._noise.rounds(slot.accumulate_dtype)
@@ -296,7 +296,7 @@ class Accumulation:
         return window.counted and not (stays_in_grad or backward.ignored or backward.inner)
 
     def adds_stored_after(self, backward: Any) -> bool:
-        """The same, or whether there is no native engine, so that autograd stores all of them."""
+        """Whether `collects_after` holds, or autograd stores all gradients, as there is no native engine."""
         return self.window.autograd_stores or self.collects_after(backward)
 
     def publishes_after(self, backward: Any) -> bool:
@@ -350,7 +350,7 @@ class Accumulation:
                 self.ranks.reduce()
 
     def forget_backward(self, backward: Any, failed: bool) -> None:
-        """End a backward pass. If it has `failed`, taint the window if anything was added."""
+        """End a backward pass. If it has `failed` after anything that counts was added, taint the window."""
         if not failed or backward.ignored:
             return
         if backward.drops and not self.accumulators.engine.backwards():  # p.grad has only what does not count
@@ -418,6 +418,7 @@ class Accumulation:
             backward.stored = []  # p.grad is the accumulator again
 
     def count_delivery(self, slot: Slot) -> None:
+        """Tell the reducer that the slot's node has run."""
         if self.ranks.parallel is not None and not self.window.ignoring:
             self.ranks.parallel.deliveries.count(slot)
 

@@ -51,7 +51,9 @@ class Loop:
         self._pipeline = pipeline
 
     def sync_param_groups(self) -> list[Slot]:
-        """Pick up the user's changes to parameters, and return the new slots; raises as its parts."""
+        """Pick up the user's changes to parameters, and return the new slots. Raises as
+        `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
+        """
         pipelines.install()
         if self._window.ignoring:
             self._accumulators.grads.bring_back()  # p.grad is read
@@ -203,9 +205,9 @@ class CountedLoop(Loop):
         return window.full or (window.ran and window.will_update)
 
     def show_final(self) -> None:
-        """In a window's last micro-batch: put every final gradient into p.grad; RuntimeError if the weight is
-        missing. The end of the backward pass is too early: a weight may still be missing, and gradients that
-        have a graph are collected later.
+        """In a window's last micro-batch: put every final gradient into p.grad. Raises RuntimeError if the
+        weight is missing. The end of the backward pass is too early: a weight may still be missing, and
+        gradients that have a graph are collected later.
         """
         window = self._window
         micro = self._window.micro

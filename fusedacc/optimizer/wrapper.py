@@ -58,9 +58,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         optimizer: the inner optimizer. The wrapper shares its `param_groups`, `state` and `defaults`.
         gradient_accumulation_steps: micro-batches per update: an int >= 1, a callable that takes the number
             of updates so far and returns one, or None for the manual loop.
-        reduction: "mean": the sum of the gradients divided by the number of micro-batches (default when
-            counted); "sum" (default when manual); "weighted": sum(w * g) / sum(w), for losses that are means
-            over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
+        reduction: "mean" (default when counted): the sum of the gradients divided by the number of
+            micro-batches. "sum" (default when manual): their sum. "weighted": sum(w * g) / sum(w), for losses
+            that are means over w tokens or samples. "normalized": sum(g) / sum(w), for losses that are sums
+            over w.
         accumulate_dtype: dtype of the accumulators; None: float32 for 16-bit parameters, else their dtype.
         rounding: "nearest", or "stochastic" for bfloat16 accumulators (`accumulate_dtype=torch.bfloat16`),
             which take half the memory of float32. Stochastic rounding is right on average, while "nearest"
@@ -93,9 +94,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     Raises:
         TypeError: `optimizer` is not a `torch.optim.Optimizer`, or an argument has the wrong type.
-        ValueError: an argument or FUSEDACC_SELFTEST has a value that is not allowed; a
-            parameter is in another live wrapper, or has no shape yet (lazy modules before their first forward
-            pass); L-BFGS in a counted loop (it evaluates its closure many times per step); or `optimizer`
+        ValueError: an argument or FUSEDACC_SELFTEST has a value that is not allowed. A parameter is in
+            another live wrapper, or has no shape yet (lazy modules before their first forward pass).
+            `optimizer` is L-BFGS in a counted loop, which evaluates its closure many times per step, or
             updates inside the backward pass (optimi's `gradient_release`).
         RuntimeError: the requested backend is unavailable or has failed its self-test.
     """
@@ -263,7 +264,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             TypeError: the inner optimizer's `step` does not take this argument. Nothing is counted.
             RuntimeError: a weight is missing, or the inner optimizer's state has a parameter's old shape:
                 nothing has changed, so correct it and call again. Or an exception has left partly updated
-                accumulators, or a parameter's shape changed between micro-batches: see `discard`.
+                accumulators, or a parameter's shape changed between micro-batches: see `discard`. Or a
+                GradScaler has scaled the losses, and its own `step()` was not called.
         """
         if is_dynamo_compiling():
             return self._step_uncompiled(closure, arguments)
@@ -325,9 +327,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         Args:
             model: a DistributedDataParallel is attached as by `data_parallel=`, at the first use between two
                 windows. A model of FSDP2, or any other with `no_sync()`, synchronises gradients only in the
-                window's last micro-batch. In a manual loop, and one of the others also with weights, it
-                synchronises in every micro-batch. With an attached pipeline schedule, pass any module: it
-                applies to all stages.
+                window's last micro-batch. It synchronises in every micro-batch in a manual loop. So does a
+                model with `no_sync()`, but not one of FSDP2, if the reduction takes weights. With an attached
+                pipeline schedule, pass any module: it applies to all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
                 later on the yielded object (see `MicroBatch.weight`).
