@@ -177,7 +177,7 @@ def test_a_gradient_of_inference_mode_does_not_become_a_sum(steps):
 
 
 class ReturnsWhatItKeeps(torch.autograd.Function):
-    """Computes 3 * x for a matrix. The backward returns a view of a tensor that Python keeps."""
+    """Computes 3 * x. The backward returns a view of a tensor that Python keeps."""
 
     kept = torch.empty(0)
 
@@ -187,8 +187,8 @@ class ReturnsWhatItKeeps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ReturnsWhatItKeeps.kept = torch.full((4, 4), 3.0)
-        return ReturnsWhatItKeeps.kept.t()
+        ReturnsWhatItKeeps.kept = torch.full((16,), 3.0)
+        return ReturnsWhatItKeeps.kept.view(4, 4)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -200,27 +200,31 @@ def test_a_view_of_a_tensor_that_python_keeps_does_not_become_a_sum(steps):
     if steps:
         optimizer.step()
     ReturnsWhatItKeeps.apply(param).sum().backward()
-    assert first.tolist() == [[3.0] * 4] * 4
+    assert first.tolist() == [3.0] * 16
     assert param.grad.tolist() == [[6.0] * 4] * 4
 
 
-class RequiresGradients(torch.autograd.Function):
+class ReturnsGraph(torch.autograd.Function):
+    """Computes 3 * x. The gradient has a graph, although the backward pass records none."""
+
     @staticmethod
     def forward(ctx, x):
         return 3 * x
 
     @staticmethod
     def backward(ctx, gradient):
-        return torch.full_like(gradient, 3.0).requires_grad_()
+        with torch.enable_grad():
+            return torch.full_like(gradient, 3.0).requires_grad_() * 1.0
 
 
 @pytest.mark.parametrize("steps", [None, 1])
-def test_p_grad_requires_no_gradient(steps):
+def test_p_grad_has_no_graph(steps):
     param = nn.Parameter(torch.ones(3))
-    fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps)
-    RequiresGradients.apply(param).sum().backward()
-    assert param.grad.tolist() == [3.0] * 3
-    assert not param.grad.requires_grad
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps)
+    ReturnsGraph.apply(param).sum().backward()
+    assert param.grad.grad_fn is None
+    optimizer.step()
+    assert param.tolist() == [-2.0] * 3
 
 
 class ReturnsEverySecondColumn(torch.autograd.Function):
@@ -236,7 +240,9 @@ class ReturnsEverySecondColumn(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 def test_a_sum_and_a_gradient_with_the_same_gaps_in_their_memory():
     param, memory = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 8)
-    fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0))
     param.grad = memory[:, ::2]
     ReturnsEverySecondColumn.apply(param).sum().backward()
     assert memory.tolist() == [[4.0, 1.0] * 4] * 4
+    optimizer.step()
+    assert param.tolist() == [[-3.0] * 4] * 4
