@@ -517,18 +517,15 @@ bool Engine::may_begin() const {
   if (sums_->always_exposed) return true;
   if (window_->micro_step >= std::max<int64_t>(plan_->steps, 1)) return false;  // full: its update has failed
   const bool is_first = window_->micro_step == 0 && !window_->ran;
-  if (is_first && (!plan_->repeats || sums_->exposed)) return false;
-  return !is_last() || !window_->ran;
+  return !is_first || (plan_->repeats && !sums_->exposed);
 }
 
 bool Engine::publish() {
   const auto fits = [](const SlotPointer& slot) {
     const at::Tensor &sum = slot->accumulator, &parameter = slot->parameter();
     if (!sum.defined()) return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
-    const auto grad_dtype = parameter.grad_dtype();
     return slot->grad_state == GradState::kNotOurs && slot->beta.is_one() && parameter.is_leaf() &&
-           !slot->is_begun && sum.layout() == at::kStrided && sum.device() == parameter.device() &&
-           (!grad_dtype.has_value() || *grad_dtype == sum.scalar_type());
+           !slot->is_begun && sum.layout() == at::kStrided && sum.device() == parameter.device();
   };
   if (!std::all_of(slots_.begin(), slots_.end(), fits)) return false;
   for (const SlotPointer& slot : slots_) {
@@ -587,8 +584,7 @@ bool Engine::begin_update(const py::object& groups, const py::list& known) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return false;
-  if (!sums_->exposed || !may_use_plan()) return false;
-  if (!have_parameters(groups, known) || !shows_only_sums()) return false;
+  if (!may_use_plan() || !have_parameters(groups, known) || !shows_only_sums()) return false;
   window_->has_updated = false;
   window_->count_micro_batch();
   return true;
