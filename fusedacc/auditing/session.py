@@ -77,7 +77,7 @@ class Audit(AbstractContextManager["Audit"]):
     @property
     def seconds(self) -> float:
         """Seconds that the audit took."""
-        return self._watcher.seconds
+        return self._watcher.watch.seconds
 
     @property
     def notes(self) -> list[str]:
@@ -141,7 +141,7 @@ class Audit(AbstractContextManager["Audit"]):
         for each in infinite:
             each.excused = "nonfinite"
         history.updates.append(update)
-        starts = self._watcher.optimizers.window_starts()
+        starts = self._watcher.watch.optimizers.window_starts()
         if history.num_ranks > 1:
             self._rank_files.write(update, history, starts)
         elif len(history.updates) >= BLOCK:
@@ -162,7 +162,7 @@ class Audit(AbstractContextManager["Audit"]):
             return
         self.status = 2
         total = time.perf_counter() - self._began
-        self._watcher.stop_watching()
+        self._watcher.stop()
         _running = None if _running is self else _running
         history = self._history
         history.passes = [each for each in history.passes if history.owned_by_any & each.leaves]
@@ -235,7 +235,7 @@ class Audit(AbstractContextManager["Audit"]):
                 json.dump(self._report.as_json(), file, indent=1)
 
     def _why_no_update(self) -> str:
-        if self._watcher.steps_without_gradients:
+        if self._watcher.updates.steps_without_gradients:
             return (
                 "no update was seen: step() was called, but no parameter of the optimizer had a gradient. "
                 "Give the optimizer the parameters of the model that you train, and call backward() before "

@@ -12,7 +12,7 @@ from plain_loops import K, data, loop, mlp, sgd, text, text_model
 from torch import nn
 
 import fusedacc
-from fusedacc.auditing import optimizers, watching
+from fusedacc.auditing import backward_passes, optimizers
 from fusedacc.auditing.sketches import SketchMap
 
 
@@ -411,7 +411,7 @@ def test_sketches_without_updates_are_forgotten(monkeypatch):
     with fusedacc.audit(output=io.StringIO()) as report:
         for _ in range(200):
             layer(torch.randn(2, 4)).square().mean().backward()
-        assert len(report._watcher.optimizers._holding) <= 80
+        assert len(report._watcher.watch.optimizers._holding) <= 80
 
 
 def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
@@ -422,8 +422,8 @@ def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
     with fusedacc.audit(output=io.StringIO()) as report:
         loop(model, first, data(K))
         loop(model, second, data(40 * K))
-        assert len(report._watcher.optimizers._holding) < 8
-        assert len(report._watcher.optimizers.window_starts()) == 1
+        assert len(report._watcher.watch.optimizers._holding) < 8
+        assert len(report._watcher.watch.optimizers.window_starts()) == 1
     assert (report.status, report.as_json()["checked"]) == (0, 41), report.text
 
 
@@ -450,7 +450,7 @@ def test_a_window_with_too_many_micro_batches_is_not_judged(monkeypatch):
 
 @pytest.mark.parametrize("num_updates", [0, 1])
 def test_the_audit_ends_in_a_script_without_updates(monkeypatch, num_updates):
-    monkeypatch.setattr(watching, "MAX_PASSES", 50)
+    monkeypatch.setattr(backward_passes, "MAX_PASSES", 50)
     model = mlp()
 
     def train():
