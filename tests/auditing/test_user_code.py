@@ -484,3 +484,45 @@ def test_divided_sums_of_text_are_still_judged():
                 optimizer.zero_grad()
 
     assert "scale" in factors(audited(train))
+
+
+@pytest.mark.parametrize("outputs", [3, 9])
+def test_a_sum_over_as_many_outputs_as_micro_batches(outputs):
+    """3 outputs are no missing division by 3 micro-batches, and 9 outputs no product with their number."""
+    model = nn.Linear(20, outputs)
+
+    def train():
+        optimizer = sgd(model)
+        for i, (x, _) in enumerate(data()):
+            (model(x).square().sum() / len(x) / 3).backward()
+            if (i + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert audited(train).status == 0
+
+
+def partial_loop(divide_gradients, divisor):
+    """Windows of 16, and a last one of 2."""
+    model = mlp()
+    optimizer, batches = sgd(model), list(data(50))
+    for start in range(0, 50, 16):
+        window = batches[start : start + 16]
+        for x, y in window:
+            (F.cross_entropy(model(x), y) / (len(window) if divisor else 1)).backward()
+        for param in model.parameters():
+            param.grad /= divide_gradients
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_short_window_is_divided_twice_like_the_others():
+    report = audited(lambda: partial_loop(16, True))
+    assert factors(report) == {"scale": 0.0625}, report.text
+    assert report.problems[0].updates == [1, 2, 3, 4]
+
+
+def test_windows_of_different_lengths_that_are_not_divided():
+    report = audited(lambda: partial_loop(1, False))
+    assert factors(report) == {"scale": 16.0}, report.text
+    assert "nothing divides by their number" in report.problems[0].text
