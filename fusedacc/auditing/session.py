@@ -21,7 +21,7 @@ from .ranks import Combiner, RankFiles
 from .records import KINDS, BackwardPass, History, Update
 from .report import Report, find_rounding
 from .watching import Watcher
-from .wording import NEGLIGIBLE
+from .wording import NEGLIGIBLE, plural
 
 #: The audit that runs. There can be only one, because it replaces functions of torch.
 _running: Audit | None = None
@@ -212,6 +212,8 @@ class Audit(AbstractContextManager["Audit"]):
         pending = self._judge.judge(history, findings, list(history.updates), [])
         is_limited = self._limit and max(history.update_counts.values(), default=0) >= self._limit
         add_final_notes(history, findings, 0 if is_limited else len(pending))
+        if is_limited:
+            history.add_note(f"only the first {plural(self._limit, 'update')} of each optimizer were watched")
         if not history.num_updates and not history.failed:
             history.add_note(self._why_no_update())
         self.problems = list(findings.problems.values())
