@@ -43,7 +43,11 @@ class Clearing:
         call = call_site().describe("zero_grad()")
         self.watch.optimizers.note_cleared(owner)
         history = self.watch.history
-        for each in history.passes_since(max(history.window_starts.values(), default=0)):
-            each.cleared = each.cleared or call
+        passes = history.passes_since(max(history.window_starts.values(), default=0))
+        new = [each for each in passes if not each.cleared]
+        is_dropped = not all(each.is_finite for each in new)
+        for each in new:
+            each.cleared, each.excused = call, "nonfinite" if is_dropped else each.excused
+        for each in passes:
             if are_written:  # code that is no optimizer has changed the parameters, as SAM does
                 each.excused = "used"

@@ -92,7 +92,8 @@ class _Fit:
         """Put all columns in units of usual weights, and divide rows by their parameter's norm."""
         update, equations = self.update, self.equations
         used = equations.used
-        total, size = float(equations.passes.sum(1).norm()), float(equations.passes.norm())
+        expected = self._expected_weights()
+        total, size = float((equations.passes @ expected).norm()), float(equations.passes.norm())
         update.unit = float(used.norm()) / (total if total > 1e-9 * size else size)
         extra = [equations.stale] if float(equations.stale.norm()) else []
         self.has_stale = bool(extra)
@@ -103,9 +104,7 @@ class _Fit:
             extra.append(equations.decay)
         self.columns = torch.stack([*(equations.passes * update.unit).T, *extra], 1)
         self.num_extra = len(extra)
-        self.prior = torch.tensor(
-            [1.0] * self.num_passes + [0.0] * len(extra), dtype=torch.float64, device="cpu"
-        )
+        self.prior = torch.cat([expected, expected.new_zeros(len(extra))])
         delivered = self._norms(self.columns[:, : self.num_passes].square().sum(1).sqrt())
         sizes = torch.maximum(self._norms(used), delivered)
         self.present = sizes > 0
@@ -119,6 +118,13 @@ class _Fit:
         self.target = used * row_scale
         #: What the prior leaves open.
         self.residual = self.target - self.matrix @ self.prior
+
+    def _expected_weights(self) -> Tensor:
+        """Return the prior of the passes. Those of `grad` are only looked at, if there are others."""
+        hows = [each.how for each in self.update.passes]
+        only_grad = {*hows} == {"grad"}
+        values = [float(only_grad or how != "grad") for how in hows]
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def _late_columns(self) -> list[Tensor]:
         former = self.former
@@ -201,7 +207,8 @@ class _Fit:
     def _equal_weights_explain(self) -> bool:
         """Try equal weights for each parameter alone, as nearly equal gradients and many outliers need."""
         update = self.update
-        even = self.matrix[:, : self.num_passes].sum(1)
+        expected = self.prior[: self.num_passes]
+        even = self.matrix[:, : self.num_passes] @ expected
         products = torch.zeros(self.count, dtype=torch.float64, device="cpu").index_add_(
             0, self.owners, even * self.target
         )
@@ -213,7 +220,7 @@ class _Fit:
         if apart >= max(1e-3, 2 * self.eps):
             return False
         middle = statistics.median(ratios[self.present].tolist())
-        update.weights, update.errors = [middle * update.unit] * self.num_passes, [0.0] * self.num_passes
+        update.weights, update.errors = (expected * middle * update.unit).tolist(), [0.0] * self.num_passes
         update.rest = apart
         update.stale_weight = update.late_weight = 0.0
         update.outliers = [

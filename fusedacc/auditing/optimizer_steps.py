@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .guard import guarded
 from .updates import OpenStep, Updates
 from .watch_state import WatchState
 
@@ -61,6 +62,7 @@ class OptimizerSteps:
             if step.update is not None:  # an earlier evaluation of this step, as LBFGS makes
                 self._updates.finish(optimizer, step.update)
                 step.update = None
+            self._excuse_earlier(optimizer)
             result = closure(*closure_args, **closure_kwargs)
             record()
             return result
@@ -68,6 +70,14 @@ class OptimizerSteps:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched_closure}
         return (args[0], watched_closure, *args[2:]), kwargs
+
+    @guarded
+    def _excuse_earlier(self, optimizer: Any) -> None:
+        """Excuse passes before an evaluation for which the optimizer has moved parameters, as SAM does."""
+        optimizers, history = self.watch.optimizers, self.watch.history
+        if optimizers.versions() != self.watch.versions:
+            for each in history.window(optimizers.record_of(optimizer).number):
+                each.excused = each.excused or "used"
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._updates.open_steps and self._updates.open_steps[-1].optimizer is optimizer:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .call_sites import call_site
@@ -24,6 +25,11 @@ from .sketch_sets import SketchSet, mask_of
 from .substitutes import Substitutes
 from .watch_state import WatchState
 from .wording import format_names
+
+CHANGED_INSIDE = (
+    "an optimizer changes the gradients inside its step(): the weights are those of the gradients that "
+    "step() was given"
+)
 
 
 @dataclass(eq=False)
@@ -121,7 +127,9 @@ class Updates:
             self.steps_without_gradients += 1
             return None
         update = Update(record.number, passes, call_site())
-        update.is_restored = record.is_restored
+        # Nothing tells when Keras or fastai loads an optimizer.
+        is_first_of_others = record.last_update is None and not isinstance(optimizer, Optimizer)
+        update.is_restored = record.is_restored or is_first_of_others
         open_update = OpenUpdate(update, record, params, leaves, [], [])
         if _only_makes_state(optimizer, gradients):
             return None
@@ -133,7 +141,31 @@ class Updates:
         self._note_clipping(open_update)
         if update.is_touched and not update.is_sharded:
             open_update.decay = [self.watch.sketch(param, param.shape) for param in params]
+        for step in self.open_steps:
+            if step.optimizer is not optimizer and step.update is not None:
+                self._take_given(open_update, step.update)
         return open_update
+
+    @staticmethod
+    def _take_given(open_update: OpenUpdate, outer: OpenUpdate) -> None:
+        """Judge by the gradients that the `step()` around this one was given, if it has changed them itself.
+
+        OrthoGrad projects them, for example. A common factor is left to the verdicts.
+        """
+        if [*map(id, open_update.params)] != [*map(id, outer.params)] or not outer.params:
+            return
+        used, given = torch.cat(open_update.sketches), torch.cat(outer.sketches)
+        if used.shape != given.shape or not bool(given.isfinite().all() & used.isfinite().all()):
+            return
+        times = float(used @ given / given.square().sum().clamp(min=1e-300))
+        eps = torch.finfo(open_update.update.dtype).eps
+        if float((used - times * given).norm()) <= max(1e-3, 4 * eps) * float(used.norm()):
+            return
+        open_update.sketches, open_update.unclip = outer.sketches, outer.unclip
+        open_update.decay = outer.decay
+        open_update.update.clipped = outer.update.clipped
+        open_update.update.is_touched = outer.update.is_touched
+        open_update.update.notes.append(CHANGED_INSIDE)
 
     def _visible(
         self, params: list[Tensor], gradients: Sequence[Tensor | None]
@@ -227,7 +259,13 @@ class Updates:
         dtypes = [update.dtype, *(each.dtype for each in update.passes)]
         update.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         infinite = [each for each in update.passes if not each.is_finite]
-        update.passes = [each for each in update.passes if each.is_finite and originals[each.number] is each]
+        update.passes = [
+            each
+            for each in update.passes
+            if each.is_finite
+            and originals[each.number] is each
+            and not (each.cleared and each.excused == "nonfinite")
+        ]
         update.equations = make_equations(open_update)
         record.last_sketches = SketchSet(self.watch.pages)
         for leaf, sketch in zip(open_update.leaves, open_update.sketches, strict=True):
