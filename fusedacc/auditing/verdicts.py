@@ -73,16 +73,15 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     weights = zip(update.passes, update.weights, strict=True)
     counting = [each for each, weight in weights if abs(weight) > NEGLIGIBLE * top]
     places = {each.place for each in counting}
+    has_backward = any(each.how != "grad" for each in counting)
 
-    def is_of_another(each: BackwardPass) -> bool:
-        """Return whether another optimizer has used a pass, and none of its kind should count here."""
-        return bool(each.is_counted and top and not (each.cleared and each.place in places))
+    def may_be_unused(each: BackwardPass) -> bool:
+        # Another optimizer has used it, and this one uses none of its kind.
+        is_of_another = each.is_counted and top and not (each.cleared and each.place in places)
+        is_looked_at = each.how == "grad" and has_backward
+        return bool(is_of_another or is_looked_at or each.excused)
 
-    wanted = [
-        i
-        for i, each in enumerate(update.passes)
-        if each in counting or not (is_of_another(each) or each.excused)
-    ]
+    wanted = [i for i, each in enumerate(update.passes) if each in counting or not may_be_unused(each)]
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
     update.errors = [update.errors[i] for i in wanted]
