@@ -46,8 +46,40 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_zero_grad_bef
 +        pass
 fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k second_optimizer
 # the audit excuses what another optimizer counts in an update without gradients
--not ((each.is_counted and top) or each.excused)
-+not (each.is_counted or each.excused)
+-each.is_counted and top and not (
++each.is_counted and not (
+fusedacc/auditing/verdicts.py: tests/auditing/test_what_steps_use.py -k two_optimizers
+# the audit excuses lost micro-batches because another optimizer has used them
+- and not (each.cleared and each.place in places)
++
+fusedacc/auditing/fitting.py: tests/auditing/test_what_steps_use.py -k penalty
+# gradients that a penalty looks at count like micro-batches
+-[float(only_grad or how != "grad") for how in hows]
++[1.0 for how in hows]
+fusedacc/auditing/updates.py: tests/auditing/test_what_steps_use.py -k before_it_uses_them
+# the audit judges gradients that a step has changed by itself
+-                self._take_given(open_update, step.update)
++                pass
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_what_steps_use.py -k moved_parameters
+# passes before an evaluation at moved parameters are told as lost
+-            self._excuse_earlier(optimizer)
++
+fusedacc/auditing/clearing.py: tests/auditing/test_what_steps_use.py -k repeated
+# passes that were cleared together with an inf stay in the fit
+-        is_dropped = not all(each.is_finite for each in new)
++        is_dropped = False
+fusedacc/auditing/findings.py: tests/auditing/test_report.py -k worst_update
+# the factor of a problem is that of its first update
+-        self.factor = max((self.factor, problem.factor), key=_distance_from_1)
++
+fusedacc/auditing/sums.py: tests/auditing/test_user_code.py -k as_many_outputs
+# a number of outputs is taken for a number of micro-batches
+-        if self.kind == "sum" and self._divisions() and not self.is_touched:
++        if False:
+fusedacc/auditing/sums.py: tests/auditing/test_user_code.py -k short_window
+# a short window that is divided twice is right
+-            times = times | {self.others.length}
++            pass
 fusedacc/auditing/verdicts.py: tests/auditing/test_report.py -k test_steps_demands
 # the audit counts no micro-batches
 -    if steps and len

@@ -41,15 +41,21 @@ def fit_weights(update: Update, former: Update | None) -> None:
             dropped.
     """
     _Fit(update, former).solve()
-    update.equations = None if update.equations is None else _only_passes(update.equations)
+    update.equations = _only_lost(update)
     if former is not None:
         former.equations = None
 
 
-def _only_passes(equations: Equations) -> Equations:
-    """Keep only what the next update needs: the sketches of passes that may arrive late."""
-    empty = equations.used.new_zeros(0)
-    return Equations(equations.passes, empty, empty, empty)
+def _only_lost(update: Update) -> Equations:
+    """Return only what the next update needs: the sketches of passes that may arrive late.
+
+    All sketches together would split the free memory in which the next window's activations lie.
+    """
+    assert update.equations is not None
+    top = max(map(abs, update.weights), default=0.0)
+    lost = [i for i, weight in enumerate(update.weights) if abs(weight) < NEGLIGIBLE * top]
+    empty = update.equations.used.new_zeros(0)
+    return Equations(update.equations.passes[:, lost], empty, empty, empty)
 
 
 class _Fit:
@@ -128,13 +134,9 @@ class _Fit:
 
     def _late_columns(self) -> list[Tensor]:
         former = self.former
-        if former is None or former.equations is None or not former.weights:
+        if former is None or former.equations is None or former.shapes != self.update.shapes:
             return []
-        if former.shapes != self.update.shapes:
-            return []
-        top = max(map(abs, former.weights))
-        lost = [i for i, weight in enumerate(former.weights) if abs(weight) < NEGLIGIBLE * top]
-        return list((former.equations.passes[:, lost] * self.update.unit).T)
+        return list((former.equations.passes * self.update.unit).T)
 
     @staticmethod
     def _ridge(matrix: Tensor, target: Tensor, weights: Tensor, noise: float) -> tuple[Tensor, Tensor]:
