@@ -98,7 +98,7 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_ranks.py -k bad_no_ddp
 +    if False:
 fusedacc/auditing/sums.py: tests/auditing/test_cases.py -k bad_divided_twice
 # the audit knows no missing division
--        return {count, count // ranks, ranks, count * count} - {0, 1}
+-        return multiples - {0, 1}
 +        return set()
 fusedacc/auditing/sums.py: tests/auditing/test_report.py -k bad_last_window_divided_by_k
 # the audit knows no window that is not full
