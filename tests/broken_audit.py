@@ -46,8 +46,40 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_zero_grad_bef
 +        pass
 fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k second_optimizer
 # the audit excuses what another optimizer counts in an update without gradients
--not ((each.is_counted and top) or each.excused)
-+not (each.is_counted or each.excused)
+-each.is_counted and top and not (
++each.is_counted and not (
+fusedacc/auditing/verdicts.py: tests/auditing/test_what_steps_use.py -k two_optimizers
+# the audit excuses lost micro-batches because another optimizer has used them
+- and not (each.cleared and each.place in places)
++
+fusedacc/auditing/fitting.py: tests/auditing/test_what_steps_use.py -k penalty
+# gradients that a penalty looks at count like micro-batches
+-[float(only_grad or how != "grad") for how in hows]
++[1.0 for how in hows]
+fusedacc/auditing/updates.py: tests/auditing/test_what_steps_use.py -k before_it_uses_them
+# the audit judges gradients that a step has changed by itself
+-                self._take_given(open_update, step.update)
++                pass
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_what_steps_use.py -k moved_parameters
+# passes before an evaluation at moved parameters are told as lost
+-            self._excuse_earlier(optimizer)
++
+fusedacc/auditing/clearing.py: tests/auditing/test_what_steps_use.py -k repeated
+# passes that were cleared together with an inf stay in the fit
+-        is_dropped = not all(each.is_finite for each in new)
++        is_dropped = False
+fusedacc/auditing/findings.py: tests/auditing/test_report.py -k worst_update
+# the factor of a problem is that of its first update
+-        self.factor = max((self.factor, problem.factor), key=_distance_from_1)
++
+fusedacc/auditing/sums.py: tests/auditing/test_user_code.py -k as_many_outputs
+# a number of outputs is taken for a number of micro-batches
+-        if self.kind == "sum" and self._divisions() and not self.is_touched:
++        if False:
+fusedacc/auditing/sums.py: tests/auditing/test_user_code.py -k short_window
+# a short window that is divided twice is right
+-            times = times | {self.others.length}
++            pass
 fusedacc/auditing/verdicts.py: tests/auditing/test_report.py -k test_steps_demands
 # the audit counts no micro-batches
 -    if steps and len
@@ -56,7 +88,7 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k leaks
 # the audit tells no backward pass of an evaluation
 -    if strange:
 +    if False:
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k fine_tuned
+fusedacc/auditing/updates.py: tests/auditing/test_user_code.py -k fine_tuned
 # the audit takes windows in evaluation mode for evaluations
 - if len(evaluating) < len(update.passes) else frozenset()
 +
@@ -66,7 +98,7 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_ranks.py -k bad_no_ddp
 +    if False:
 fusedacc/auditing/sums.py: tests/auditing/test_cases.py -k bad_divided_twice
 # the audit knows no missing division
--        return {count, count // ranks, ranks, count * count} - {0, 1}
+-        return multiples - {0, 1}
 +        return set()
 fusedacc/auditing/sums.py: tests/auditing/test_report.py -k bad_last_window_divided_by_k
 # the audit knows no window that is not full
@@ -116,11 +148,11 @@ fusedacc/auditing/fitting.py: tests/auditing/test_report.py -k with_nan
 # gradients with nan are fitted
 -        if not bool(used.isfinite().all()):
 +        if False:
-fusedacc/auditing/watching.py: tests/auditing/test_without_effect.py -k test_nothing_is_left
+fusedacc/auditing/watch_state.py: tests/auditing/test_without_effect.py -k test_nothing_is_left
 # the audit leaves its wrappers
 -            self._undo.pop()()
 +            self._undo.pop()
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k in_place_of
+fusedacc/auditing/watch_state.py: tests/auditing/test_user_code.py -k in_place_of
 # the audit removes what the script has put in place of its wrappers
 -            if getattr(owner, name) is wrapper:
 +            if True:
@@ -128,51 +160,51 @@ fusedacc/auditing/leaves.py: tests/auditing/test_without_effect.py -k test_nothi
 # the audit leaves its hooks on parameters
 -                    handle.remove()
 +                    pass
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k raises_leaves
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_user_code.py -k raises_leaves
 # a step that raises leaves the audit's hook
--        for step in self._open_steps:  # an exception has ended them
+-        for step in self._updates.open_steps:  # an exception has ended them
 +        for step in ():
 fusedacc/auditing/watching.py: tests/auditing/test_without_effect.py -k other_hooks
 # the audit removes its hooks of steps inside of one
--        self._leaves.remove_hooks()
-+        self._leaves.remove_hooks()
+-        self.watch.close()
++        self.watch.close()
 +        self.remove_step_hooks()
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k positional
+fusedacc/auditing/backward_passes.py: tests/auditing/test_user_code.py -k positional
 # the arguments of grad() are read as those of backward()
 -RETAIN_GRAPH = {"backward": 2, "grad": 3}
 +RETAIN_GRAPH = {"backward": 2, "grad": 2}
-fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k right_ddp_scaler_skips
+fusedacc/auditing/loss_scaling.py: tests/auditing/test_ranks.py -k right_ddp_scaler_skips
 # an update that a GradScaler skips leaves its micro-batches waiting
--            self._skip_window(optimizer)
+-            self._updates.skip_window(optimizer)
 -        return result
 +            pass
 +        return result
-fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k but_clipped
+fusedacc/auditing/updates.py: tests/auditing/test_ranks.py -k but_clipped
 # factors of clipping are multiplied from update to update
--        self._leaves.forget_clip_factors(open_update.params)
+-        self.watch.leaves.forget_clip_factors(open_update.params)
 +
-fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k second_model
+fusedacc/auditing/substitutes.py: tests/auditing/test_ranks.py -k second_model
 # the shards of a second model are not found
 -            for shard, whole in find_unsharded():
-+            for shard, whole in find_unsharded() if not self._leaves._stands_for else ():
-fusedacc/auditing/watching.py: tests/auditing/test_ranks.py -k step_together
++            for shard, whole in find_unsharded() if not self.watch.leaves._stands_for else ():
+fusedacc/auditing/substitutes.py: tests/auditing/test_ranks.py -k step_together
 # passes are not kept for an optimizer of shards that has made no update
--                        self._own(each, param)
+-                        self.watch.own(each, param)
 +                        pass
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k channels_last
+fusedacc/auditing/clipping.py: tests/auditing/test_user_code.py -k channels_last
 # clipping is measured on a copy
 -            gradient = local_part(param.grad)
 +            gradient = local_part(param.grad).clone()
-fusedacc/auditing/watching.py: tests/auditing/test_cases.py -k bad_backward_twice
+fusedacc/auditing/backward_passes.py: tests/auditing/test_cases.py -k bad_backward_twice
 # a loss that goes through backward() twice is two losses
 -        current.repeats = own
 +        current.repeats = None
-fusedacc/auditing/watching.py: tests/auditing/test_cases.py -k right_lbfgs
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_cases.py -k right_lbfgs
 # only the last evaluation of a closure counts
--                self.finish_update(optimizer, step.update)
+-                self._updates.finish(optimizer, step.update)
 -                step.update = None
 +                step.update = None
-fusedacc/auditing/watching.py: tests/auditing/test_user_code.py -k before_a_step
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_user_code.py -k before_a_step
 # the audit looks at gradients before the optimizer's own hooks
 -            if optimizer._optimizer_step_pre_hooks:
 +            if False:

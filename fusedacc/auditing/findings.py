@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -65,10 +66,10 @@ class Problem:
         location: the line of the script; empty: only libraries are on the stack.
         call: what the line calls, such as "step() at train.py:139".
         remedy: what to do about it.
-        factor: of the first update: by which the gradient is wrong ("scale"), one token counts more than
-            another ("uneven"), a micro-batch or the last update counts ("double", "stale"), parameters count
-            ("parameters"); the share of the micro-batches that reach the optimizer ("lost"). None: there is
-            no one number.
+        factor: that of the update in which it is furthest from 1: by which the gradient is wrong ("scale"),
+            one token counts more than another ("uneven"), a micro-batch or the last update counts ("double",
+            "stale"), parameters count ("parameters"); the share of the micro-batches that reach the optimizer
+            ("lost"). None: there is no one number.
         sentences: what is wrong, by their texts, which differ if updates have different facts.
     """
 
@@ -82,6 +83,7 @@ class Problem:
     def include(self, problem: ProblemOfUpdate, optimizer: int, update: int) -> None:
         """Add an update that has the problem."""
         text, amounts = problem.text, problem.amounts
+        self.factor = max((self.factor, problem.factor), key=_distance_from_1)
         if text not in self.sentences and len(self.sentences) >= MAX_SENTENCES:
             text, amounts = OTHERS, {}
         sentence = self.sentences.setdefault(text, Sentence(text, dict(amounts), problem.parameters))
@@ -117,6 +119,13 @@ class Problem:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def _distance_from_1(factor: float | None) -> float:
+    """Return how far a factor is from 1. 1/4 is as far as 4."""
+    if factor is None:
+        return -1.0
+    return abs(math.log(abs(factor))) if factor else math.inf
 
 
 class Row(NamedTuple):

@@ -41,15 +41,21 @@ def fit_weights(update: Update, former: Update | None) -> None:
             dropped.
     """
     _Fit(update, former).solve()
-    update.equations = None if update.equations is None else _only_passes(update.equations)
+    update.equations = _only_lost(update)
     if former is not None:
         former.equations = None
 
 
-def _only_passes(equations: Equations) -> Equations:
-    """Keep only what the next update needs: the sketches of passes that may arrive late."""
-    empty = equations.used.new_zeros(0)
-    return Equations(equations.passes, empty, empty, empty)
+def _only_lost(update: Update) -> Equations:
+    """Return only what the next update needs: the sketches of passes that may arrive late.
+
+    All sketches together would split the free memory in which the next window's activations lie.
+    """
+    assert update.equations is not None
+    top = max(map(abs, update.weights), default=0.0)
+    lost = [i for i, weight in enumerate(update.weights) if abs(weight) < NEGLIGIBLE * top]
+    empty = update.equations.used.new_zeros(0)
+    return Equations(update.equations.passes[:, lost], empty, empty, empty)
 
 
 class _Fit:
@@ -92,7 +98,8 @@ class _Fit:
         """Put all columns in units of usual weights, and divide rows by their parameter's norm."""
         update, equations = self.update, self.equations
         used = equations.used
-        total, size = float(equations.passes.sum(1).norm()), float(equations.passes.norm())
+        expected = self._expected_weights()
+        total, size = float((equations.passes @ expected).norm()), float(equations.passes.norm())
         update.unit = float(used.norm()) / (total if total > 1e-9 * size else size)
         extra = [equations.stale] if float(equations.stale.norm()) else []
         self.has_stale = bool(extra)
@@ -103,9 +110,7 @@ class _Fit:
             extra.append(equations.decay)
         self.columns = torch.stack([*(equations.passes * update.unit).T, *extra], 1)
         self.num_extra = len(extra)
-        self.prior = torch.tensor(
-            [1.0] * self.num_passes + [0.0] * len(extra), dtype=torch.float64, device="cpu"
-        )
+        self.prior = torch.cat([expected, expected.new_zeros(len(extra))])
         delivered = self._norms(self.columns[:, : self.num_passes].square().sum(1).sqrt())
         sizes = torch.maximum(self._norms(used), delivered)
         self.present = sizes > 0
@@ -120,15 +125,18 @@ class _Fit:
         #: What the prior leaves open.
         self.residual = self.target - self.matrix @ self.prior
 
+    def _expected_weights(self) -> Tensor:
+        """Return the prior of the passes. Those of `grad` are only looked at, if there are others."""
+        hows = [each.how for each in self.update.passes]
+        only_grad = {*hows} == {"grad"}
+        values = [float(only_grad or how != "grad") for how in hows]
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
+
     def _late_columns(self) -> list[Tensor]:
         former = self.former
-        if former is None or former.equations is None or not former.weights:
+        if former is None or former.equations is None or former.shapes != self.update.shapes:
             return []
-        if former.shapes != self.update.shapes:
-            return []
-        top = max(map(abs, former.weights))
-        lost = [i for i, weight in enumerate(former.weights) if abs(weight) < NEGLIGIBLE * top]
-        return list((former.equations.passes[:, lost] * self.update.unit).T)
+        return list((former.equations.passes * self.update.unit).T)
 
     @staticmethod
     def _ridge(matrix: Tensor, target: Tensor, weights: Tensor, noise: float) -> tuple[Tensor, Tensor]:
@@ -201,7 +209,8 @@ class _Fit:
     def _equal_weights_explain(self) -> bool:
         """Try equal weights for each parameter alone, as nearly equal gradients and many outliers need."""
         update = self.update
-        even = self.matrix[:, : self.num_passes].sum(1)
+        expected = self.prior[: self.num_passes]
+        even = self.matrix[:, : self.num_passes] @ expected
         products = torch.zeros(self.count, dtype=torch.float64, device="cpu").index_add_(
             0, self.owners, even * self.target
         )
@@ -213,7 +222,7 @@ class _Fit:
         if apart >= max(1e-3, 2 * self.eps):
             return False
         middle = statistics.median(ratios[self.present].tolist())
-        update.weights, update.errors = [middle * update.unit] * self.num_passes, [0.0] * self.num_passes
+        update.weights, update.errors = (expected * middle * update.unit).tolist(), [0.0] * self.num_passes
         update.rest = apart
         update.stale_weight = update.late_weight = 0.0
         update.outliers = [

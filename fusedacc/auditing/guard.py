@@ -19,13 +19,20 @@ class CannotAuditError(Exception):
     """The audit cannot look at something. Its text ends the sentence "the audit stopped: "."""
 
 
-class Guarded(Protocol):
-    """What `guarded` needs of an object."""
+class Stoppable(Protocol):
+    """What `guarded` needs of a watch."""
 
     is_closed: bool
     seconds: float
 
     def stop(self, reason: str) -> None: ...
+
+
+class Guarded(Protocol):
+    """What `guarded` needs of an object."""
+
+    @property
+    def watch(self) -> Stoppable: ...
 
 
 _G = TypeVar("_G", bound=Guarded)
@@ -41,18 +48,18 @@ def guarded(method: Callable[Concatenate[_G, _P], _R]) -> Callable[Concatenate[_
     @functools.wraps(method)
     @torch_private.disable_dynamo  # a compiled function may call it, as a compiled optimizer does
     def run(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        if self.is_closed:
+        if self.watch.is_closed:
             return None
         start = time.perf_counter()
         try:
             with torch.no_grad():
                 return method(self, *args, **kwargs)
         except CannotAuditError as error:
-            self.stop(str(error))
+            self.watch.stop(str(error))
         except Exception as error:  # whatever it is, the script must go on
-            self.stop(f"{type(error).__name__} in {method.__name__}: {error}")
+            self.watch.stop(f"{type(error).__name__} in {method.__name__}: {error}")
         finally:
-            self.seconds += time.perf_counter() - start
+            self.watch.seconds += time.perf_counter() - start
         return None
 
     return run

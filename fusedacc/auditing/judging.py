@@ -135,7 +135,7 @@ def _forget(
         (old if each.number < cut and id(each) not in needed else kept).append(each)
     history.passes = kept
     history.judged_passes += len(old)
-    findings.micro_batches += sum(each.how != "grad" for each in old)
+    findings.micro_batches += sum(each.how != "grad" or each.is_counted for each in old)
     findings.excused.update(each.excused for each in old if each.excused and not each.is_counted)
     return [
         each

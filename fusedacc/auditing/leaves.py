@@ -70,12 +70,13 @@ def grad_state(gradient: Tensor) -> GradState:
 class Leaves:
     """The leaves that are watched.
 
-    Args:
-        receive: called with each gradient that autograd delivers.
+    Attributes:
+        receive: is called with each gradient that autograd delivers. Set it before the first is watched.
     """
 
-    def __init__(self, receive: Receiver) -> None:
-        self._receive = receive
+    receive: Receiver
+
+    def __init__(self) -> None:
         self._count = 0
         self._by_number: dict[int, weakref.ref[Tensor]] = {}
         self._by_id: dict[int, _Watched] = {}
@@ -107,7 +108,7 @@ class Leaves:
             if hooks and len(hooks) > 1 and watched.first_handle is None:
                 watched = watched._replace(first_handle=self._register_first(leaf, watched.number))
         elif leaf.requires_grad and leaf.is_leaf and not is_distributed(leaf):
-            hook = _Hook(functools.partial(self._receive, watched.number))
+            hook = _Hook(functools.partial(self.receive, watched.number))
             watched = watched._replace(handle=leaf.register_hook(hook))
         self._by_id[identity] = watched
         return watched.number

@@ -158,8 +158,8 @@ class Update:
         misses_passes: whether sketches of passes of its window were freed.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
-        is_restored: whether the optimizer was loaded or copied in this window, so that its sums may have
-            gradients that no pass of this process has delivered.
+        is_restored: whether the optimizer was, or may have been, loaded or copied in this window, so that its
+            sums may have gradients that no pass of this process has delivered.
         number: counts the optimizer's updates from 1.
         shapes, names: of the parameters.
         equations: the sketches; None once weights are known.

@@ -28,7 +28,8 @@ def describe_weights(update: Update) -> tuple[str, str]:
     text = _weights(update, values, errors, None not in known)
     is_one_loss = len({each.place for each in update.passes}) == 1
     is_one_loss &= all(each.loss.parts == 1 for each in update.passes)
-    total = format_fraction(sum(values)) if None not in known and is_one_loss else ""
+    is_stale = bool(update.stale_weight or update.late_weight)
+    total = format_fraction(sum(values)) if None not in known and is_one_loss and not is_stale else ""
     return text + (" + the previous update" if update.stale_weight else ""), total
 
 

@@ -21,7 +21,7 @@ from .ranks import Combiner, RankFiles
 from .records import KINDS, BackwardPass, History, Update
 from .report import Report, find_rounding
 from .watching import Watcher
-from .wording import NEGLIGIBLE
+from .wording import NEGLIGIBLE, plural
 
 #: The audit that runs. There can be only one, because it replaces functions of torch.
 _running: Audit | None = None
@@ -77,7 +77,7 @@ class Audit(AbstractContextManager["Audit"]):
     @property
     def seconds(self) -> float:
         """Seconds that the audit took."""
-        return self._watcher.seconds
+        return self._watcher.watch.seconds
 
     @property
     def notes(self) -> list[str]:
@@ -141,7 +141,7 @@ class Audit(AbstractContextManager["Audit"]):
         for each in infinite:
             each.excused = "nonfinite"
         history.updates.append(update)
-        starts = self._watcher.optimizers.window_starts()
+        starts = self._watcher.watch.optimizers.window_starts()
         if history.num_ranks > 1:
             self._rank_files.write(update, history, starts)
         elif len(history.updates) >= BLOCK:
@@ -162,7 +162,7 @@ class Audit(AbstractContextManager["Audit"]):
             return
         self.status = 2
         total = time.perf_counter() - self._began
-        self._watcher.stop_watching()
+        self._watcher.stop()
         _running = None if _running is self else _running
         history = self._history
         history.passes = [each for each in history.passes if history.owned_by_any & each.leaves]
@@ -212,6 +212,8 @@ class Audit(AbstractContextManager["Audit"]):
         pending = self._judge.judge(history, findings, list(history.updates), [])
         is_limited = self._limit and max(history.update_counts.values(), default=0) >= self._limit
         add_final_notes(history, findings, 0 if is_limited else len(pending))
+        if is_limited:
+            history.add_note(f"only the first {plural(self._limit, 'update')} of each optimizer were watched")
         if not history.num_updates and not history.failed:
             history.add_note(self._why_no_update())
         self.problems = list(findings.problems.values())
@@ -235,7 +237,7 @@ class Audit(AbstractContextManager["Audit"]):
                 json.dump(self._report.as_json(), file, indent=1)
 
     def _why_no_update(self) -> str:
-        if self._watcher.steps_without_gradients:
+        if self._watcher.updates.steps_without_gradients:
             return (
                 "no update was seen: step() was called, but no parameter of the optimizer had a gradient. "
                 "Give the optimizer the parameters of the model that you train, and call backward() before "

@@ -225,7 +225,7 @@ class _Sum:
 
     def _per_sample(self) -> Verdict | None:
         """Find windows in which each sample counts the same, whatever their number is."""
-        if self.kind != "mean" or not self.tokens:
+        if self.kind != "mean" or not self.tokens or is_close(self.factor, self.count):
             return None
         rates = [
             window.total / sum(window.update.passes[i].loss.count or 0.0 for i in window.positions)
@@ -261,6 +261,8 @@ class _Sum:
                 f"the gradient is {{fraction}} times the mean of {batches}: nothing divides by their number"
             )
             return _scale("not divided", text, factor)
+        if times and is_close(self.total, self.others.usual):  # the same division as in full windows
+            times = times | {self.others.length}
         if any(is_close(self.total * multiple, self.target) for multiple in times):
             by_ranks = is_close(self.total * ranks, self.target) and ranks > 1
             by = ", by the number of ranks too" if by_ranks else ""
@@ -301,7 +303,12 @@ class _Sum:
             return set()
         if self.others.has_lengths and not self.is_touched and are_steady(self.others.totals):
             return set()
-        return {count, count // ranks, ranks, count * count} - {0, 1}
+        # A sum over several outputs may be k or k^2 times a mean by chance.
+        is_multiplied = self.is_touched or any(is_close(x, count) for x in loss.factors)
+        multiples = {count, count // ranks, ranks, count * count if is_multiplied else 0}
+        if self.kind == "sum" and self._divisions() and not self.is_touched:
+            return set()
+        return multiples - {0, 1}
 
     def _is_mean_of_sums(self) -> bool:
         """Return whether the loss is a sum that is divided by the number of micro-batches only.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from .amounts import Amount
 from .number_ranges import NumberRanges
 from .records import BackwardPass, Update
@@ -72,12 +70,18 @@ class Expectations:
 def judge_update(update: Update, expectations: Expectations) -> None:
     """Find problems among the weights of an update."""
     top = max(map(abs, update.weights), default=0.0)
-    # A pass that another optimizer has used need not count here.
-    wanted = [
-        i
-        for i, each in enumerate(update.passes)
-        if abs(update.weights[i]) > NEGLIGIBLE * top > 0 or not ((each.is_counted and top) or each.excused)
-    ]
+    weights = zip(update.passes, update.weights, strict=True)
+    counting = [each for each, weight in weights if abs(weight) > NEGLIGIBLE * top]
+    places = {each.place for each in counting}
+    has_backward = any(each.how != "grad" for each in counting)
+
+    def may_be_unused(each: BackwardPass) -> bool:
+        # Another optimizer has used it, and this one uses none of its kind.
+        is_of_another = each.is_counted and top and not (each.cleared and each.place in places)
+        is_looked_at = each.how == "grad" and has_backward
+        return bool(is_of_another or is_looked_at or each.excused)
+
+    wanted = [i for i, each in enumerate(update.passes) if each in counting or not may_be_unused(each)]
     update.passes = [update.passes[i] for i in wanted]
     update.weights = [update.weights[i] for i in wanted]
     update.errors = [update.errors[i] for i in wanted]
@@ -127,8 +131,7 @@ def _has_other_sums(update: Update) -> bool:
     """Return whether the optimizer was loaded or copied together with gradients of its open window."""
     if not update.is_restored:
         return False
-    is_explained = update.rest <= max(CHECKED_REST_OF_SOME, 4 * torch.finfo(update.dtype).eps)
-    return bool(update.stale_weight or update.late_weight) or not is_explained
+    return bool(update.stale_weight or update.late_weight) or update.rest > CHECKED_REST_OF_SOME
 
 
 def shares(update: Update) -> list[float | None]:

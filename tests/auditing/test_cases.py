@@ -9,8 +9,8 @@ from random_trainings import FAULTS, RandomTraining
 CASES = plain_loops.CASES | other_loops.CASES
 #: What each faulty loop is told as: the kinds of its problems, with their factors.
 FOUND = {
-    "bad_mean_of_means": {"uneven": 4.0},
-    "bad_masked_means": {"uneven": 4.0},
+    "bad_mean_of_means": {"uneven": 8.0},
+    "bad_masked_means": {"uneven": 8.0},
     "bad_tied_added_twice": {"parameters": 2.0},
     "bad_not_divided": {"scale": 4.0},
     "bad_divided_twice": {"scale": 0.25},
@@ -38,7 +38,7 @@ FOUND = {
     "bad_one_lost_of_300": {"lost": 0.9967},
     "bad_one_lost_of_64_bf16": {"lost": 0.9844},
     "bad_fusedacc_divided_too": {"scale": 0.25},
-    "bad_fusedacc_means": {"uneven": 4.0},
+    "bad_fusedacc_means": {"uneven": 8.0},
     "bad_off_by_one": {"scale": 0.25},
     "bad_zero_grad_before_step": {"lost": 0.0},
     "bad_zero_grad_to_zero_before_step": {"lost": 0.0},
@@ -50,7 +50,7 @@ FOUND = {
     "bad_one_expert_lost": {"parameters": 0.0},
     "bad_value_loss_not_divided": {"scale": 4.0},
     "bad_scaler_scale_forgotten_once": {"uneven": 256.0},
-    "bad_tokens_divided_by_micro_batch_and_window": {"uneven": 4.0},
+    "bad_tokens_divided_by_micro_batch_and_window": {"uneven": 8.0},
     "bad_masked_mean_not_divided": {"scale": 4.0},
     "bad_labels_counted_with_padding": {"scale": 0.5789},
     "bad_not_divided_with_hooks_that_look": {"scale": 4.0},

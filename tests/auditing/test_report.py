@@ -434,3 +434,22 @@ def test_complex_parameters():
 def test_json_in_a_folder_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match=r"there is no folder .*missing to write the JSON to"):
         fusedacc.audit(json_file=str(tmp_path / "missing" / "report.json"))
+
+
+def test_the_factor_is_that_of_the_worst_update():
+    """The text says "up to 8 times"; the first update has 4 times."""
+    report = audited(plain_loops.CASES["bad_mean_of_means"])
+    assert "up to 8 times" in report.problems[0].text
+    assert [problem["factor"] for problem in report.as_json()["problems"]] == [8.0]
+
+
+def test_a_report_of_the_first_updates_says_so():
+    note = "only the first 2 updates of each optimizer were watched"
+    assert note in audited(plain_loops.CASES["right"], updates=2).text
+    assert "only the first" not in audited(plain_loops.CASES["right"]).text
+
+
+def test_an_update_with_stale_gradients_has_no_sum():
+    """The sum of its micro-batches' weights would be 1."""
+    table = audited(plain_loops.CASES["bad_no_zero_grad"]).as_json()["table"]
+    assert {row["sum"] for row in table if "stale" in row["verdict"]} == {""}

@@ -12,7 +12,7 @@ from plain_loops import K, data, loop, mlp, sgd, text, text_model
 from torch import nn
 
 import fusedacc
-from fusedacc.auditing import optimizers, watching
+from fusedacc.auditing import backward_passes, optimizers
 from fusedacc.auditing.sketches import SketchMap
 
 
@@ -411,7 +411,7 @@ def test_sketches_without_updates_are_forgotten(monkeypatch):
     with fusedacc.audit(output=io.StringIO()) as report:
         for _ in range(200):
             layer(torch.randn(2, 4)).square().mean().backward()
-        assert len(report._watcher.optimizers._holding) <= 80
+        assert len(report._watcher.watch.optimizers._holding) <= 80
 
 
 def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
@@ -422,8 +422,8 @@ def test_an_optimizer_that_has_finished_keeps_no_sketches(monkeypatch):
     with fusedacc.audit(output=io.StringIO()) as report:
         loop(model, first, data(K))
         loop(model, second, data(40 * K))
-        assert len(report._watcher.optimizers._holding) < 8
-        assert len(report._watcher.optimizers.window_starts()) == 1
+        assert len(report._watcher.watch.optimizers._holding) < 8
+        assert len(report._watcher.watch.optimizers.window_starts()) == 1
     assert (report.status, report.as_json()["checked"]) == (0, 41), report.text
 
 
@@ -450,7 +450,7 @@ def test_a_window_with_too_many_micro_batches_is_not_judged(monkeypatch):
 
 @pytest.mark.parametrize("num_updates", [0, 1])
 def test_the_audit_ends_in_a_script_without_updates(monkeypatch, num_updates):
-    monkeypatch.setattr(watching, "MAX_PASSES", 50)
+    monkeypatch.setattr(backward_passes, "MAX_PASSES", 50)
     model = mlp()
 
     def train():
@@ -484,3 +484,45 @@ def test_divided_sums_of_text_are_still_judged():
                 optimizer.zero_grad()
 
     assert "scale" in factors(audited(train))
+
+
+@pytest.mark.parametrize("outputs", [3, 9])
+def test_a_sum_over_as_many_outputs_as_micro_batches(outputs):
+    """3 outputs are no missing division by 3 micro-batches, and 9 outputs no product with their number."""
+    model = nn.Linear(20, outputs)
+
+    def train():
+        optimizer = sgd(model)
+        for i, (x, _) in enumerate(data()):
+            (model(x).square().sum() / len(x) / 3).backward()
+            if (i + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert audited(train).status == 0
+
+
+def partial_loop(divide_gradients, divisor):
+    """Windows of 16, and a last one of 2."""
+    model = mlp()
+    optimizer, batches = sgd(model), list(data(50))
+    for start in range(0, 50, 16):
+        window = batches[start : start + 16]
+        for x, y in window:
+            (F.cross_entropy(model(x), y) / (len(window) if divisor else 1)).backward()
+        for param in model.parameters():
+            param.grad /= divide_gradients
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_short_window_is_divided_twice_like_the_others():
+    report = audited(lambda: partial_loop(16, True))
+    assert factors(report) == {"scale": 0.0625}, report.text
+    assert report.problems[0].updates == [1, 2, 3, 4]
+
+
+def test_windows_of_different_lengths_that_are_not_divided():
+    report = audited(lambda: partial_loop(1, False))
+    assert factors(report) == {"scale": 16.0}, report.text
+    assert "nothing divides by their number" in report.problems[0].text

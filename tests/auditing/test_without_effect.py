@@ -134,7 +134,7 @@ def test_memory_is_flat(monkeypatch, is_wrapped):
             optimizer.zero_grad()
             if update in (256, 384, 512):  # as many updates are not judged yet
                 gc.collect()
-                counts.append(len(gc.get_objects()) + len(report._watcher.optimizers._holding))
+                counts.append(len(gc.get_objects()) + len(report._watcher.watch.optimizers._holding))
     assert report.status == 0, report.text
     assert report.as_json()["updates"] == 512
     assert max(counts) - min(counts) < 20, counts

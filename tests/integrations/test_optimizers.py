@@ -5,6 +5,7 @@ for bit: stock accumulation in float32, and sums kept in float32 by hand beside 
 """
 
 import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -388,6 +389,22 @@ def test_closures_cannot_be_counted_and_nothing_is_updated(name: str) -> None:
                 closure()
             optimizer.step(closure)
     assert equal(snapshot(model), before)
+
+
+@pytest.mark.parametrize("name", SHARPNESS)
+def test_the_audit_of_closures_that_accumulate(name: str) -> None:
+    """These optimizers evaluate several times in an update, and some change p.grad before they use it."""
+    for wrap in (lambda bare: bare, fusedacc.AccumulatingOptimizer):
+        with fusedacc.audit(output=io.StringIO()) as report:
+            with_closure(SHARPNESS[name], True, wrap)
+        report.check()
+
+
+def test_the_audit_of_orthogonal_gradients() -> None:
+    for train in (stock, counted):
+        with fusedacc.audit(output=io.StringIO()) as report:
+            train(OPTIMIZERS["pytorch_optimizer.OrthoGrad"], network())
+        report.check()
 
 
 def test_the_page_runs():
