@@ -74,7 +74,7 @@ PLAIN = {
     ("scale", "unlike others"): "divide each loss by the number of micro-batches in its own update.",
     ("uneven", "means"): (
         'sum each loss over its samples or tokens (reduction="sum"), and divide it by their number in the '
-        "whole update."
+        "whole update, not by the number of micro-batches."
     ),
     ("uneven", "means on ranks"): (
         'sum each loss over its samples or tokens (reduction="sum"), and divide it by their number in the '
@@ -94,7 +94,9 @@ PLAIN = {
         "all_reduce. Do it once, before step()."
     ),
     ("uneven", "unknown"): "let all losses of an update count the same, and leave p.grad alone between them.",
-    ("stale", "again"): "call optimizer.zero_grad() once after each step().",
+    ("stale", "again"): (
+        "call this optimizer's zero_grad() once for each update, before the update's first backward()."
+    ),
     ("stale", "parameters"): (
         "clear the gradients of these parameters too, after each step(): model.zero_grad() clears all."
     ),

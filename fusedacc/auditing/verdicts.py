@@ -306,9 +306,9 @@ def _judge_group(
             )
             return
         text = (
-            "mean of means: all micro-batches count the same (see the table), but each is a mean over "
-            "{sizes} samples or tokens. So one sample or token counts up to {times.most} times as much as "
-            "another in the same update"
+            "mean of means: each loss is a mean over the {sizes} samples or tokens of its micro-batch, and "
+            "all micro-batches get the same weight (see the table). So one sample or token counts up to "
+            "{times.most} times as much as another in the same update"
         )
         amounts["sizes"] = Amount.of(format_count, min(counts), max(counts))
         update.add_problem("uneven", "means", text, at=passes[0], factor=times, amounts=amounts)

@@ -60,9 +60,9 @@ def test_the_report_of_a_fault_names_cause_factor_line_and_remedy():
 
 TEXTS = {
     "bad_mean_of_means": (
-        "mean of means: all micro-batches count the same (see the table), but each is a mean over 8 to 64"
-        " samples or tokens. So one sample or token counts up to 8 times as much as another in the same "
-        "update"
+        "mean of means: each loss is a mean over the 8 to 64 samples or tokens of its micro-batch, and all "
+        "micro-batches get the same weight (see the table). So one sample or token counts up to 8 times as "
+        "much as another in the same update"
     ),
     "bad_not_divided": (
         "the gradient is 4 times the mean of 4 micro-batches: nothing divides by their number"
