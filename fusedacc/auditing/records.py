@@ -216,6 +216,7 @@ class Update:
         text: str,
         *,
         at: BackwardPass | None = None,
+        cleared: str = "",
         factor: float | None = None,
         parameters: str = "",
         amounts: dict[str, Amount] | None = None,
@@ -227,6 +228,7 @@ class Update:
             cause: a cause that `remedies.py` knows.
             text: what is wrong, with "{name}" for each amount and for `parameters`.
             at: the backward pass that has the problem. Without it, the problem is at `step()`.
+            cleared: the call before `step()` that has cleared gradients.
             factor: by how much.
             parameters: the names of those that it is about.
             amounts: numbers in the text that may differ from update to update.
@@ -235,6 +237,8 @@ class Update:
             location, call = at.site.line, at.site.describe(FUNCTIONS[at.how])
         else:
             location, call = self.site.line, self.site.describe("step()")
+        if cleared:
+            call = f"{cleared}, before {call}"
         self.problems.append(
             ProblemOfUpdate(kind, cause, text, amounts or {}, location, call, factor, parameters)
         )

@@ -161,7 +161,8 @@ def _judge_empty(update: Update) -> None:
     cleared = format_sites(each.cleared for each in update.passes)
     if cleared:
         text += f": {cleared} clears all gradients"
-    update.add_problem("lost", "empty" if cleared else "other", text, factor=0.0)
+    cause = "empty" if cleared else "other"
+    update.add_problem("lost", cause, text, cleared=cleared, factor=0.0)
 
 
 def _clipped_at(update: Update) -> str:
@@ -222,7 +223,8 @@ def _judge_lost(update: Update) -> None:
             gradients = "other gradient" if len(lost) == 1 else f"other {len(lost)} gradients"
             text += f": {cleared} clears the {gradients}"
         cause = "cleared" if cleared else "other"
-        update.add_problem("lost", cause, text, factor=len(counting) / len(passes))
+        factor = len(counting) / len(passes)
+        update.add_problem("lost", cause, text, cleared=cleared, factor=factor)
     elif update.apart > RANKS_APART:
         text = "the ranks use different gradients for the same update ({apart} apart)"
         update.add_problem(

@@ -47,7 +47,7 @@ def test_the_report_of_a_fault_names_cause_factor_line_and_remedy():
     assert re.sub(r"py:\d+", "py:7", problem) == (
         "PROBLEM lost: updates 1-6: only 1 of 4 micro-batches reaches the optimizer: zero_grad() at "
         "plain_loops.py:7 clears the other 3 gradients\n"
-        "    Where: step() at plain_loops.py:7\n"
+        "    Where: zero_grad() at plain_loops.py:7, before step() at plain_loops.py:7\n"
         "    To mend it: call zero_grad() once for each update, after step(), not between micro-batches.\n\n"
         "1 problem found. It may hide other problems of the same updates: mend it, then audit again."
     )
@@ -145,7 +145,7 @@ def test_updates_with_different_facts_have_sentences_of_their_own():
     assert problem_lines(report)[:3] == [
         f"PROBLEM lost: updates 1-2, 4: {first}",
         f"    update 3: {second}",
-        "    Where: step() at test_report.py:7",
+        "    Where: zero_grad() at test_report.py:7, before step() at test_report.py:7",
     ]
     (problem,) = report.as_json()["problems"]
     assert re.sub(r"py:\d+", "py:7", problem["text"]) == f"{first} (update 3: {second})"
