@@ -114,7 +114,7 @@ tests/nn/test_native_functions.py
 # a first gradient is added to old memory
 -{scale, Number(), /*overwrites=*/true}
 +{scale, Number(), /*overwrites=*/false}
-# a scale that is no power of two is deferred in bfloat16
+# a scale that is not a power of two is deferred in bfloat16
 - && std::frexp(scale.value, &exponent) == 0.5
 +
 # gradients of another layout are added flat

@@ -147,6 +147,25 @@ def test_with_and_without_the_engine_the_same_gradients_are_shown(options, monke
         assert mine is None or torch.equal(mine, its)
 
 
+@needs_native
+def test_with_and_without_the_engine_bfloat16_sums_have_the_same_bits(monkeypatch):
+    """1/3 is no power of two, so a first gradient is rounded before others are added to it."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, 200, generator=generator).bfloat16()
+    outcomes = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+        weight = nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
+        optimizer = fusedacc.AccumulatingOptimizer(
+            torch.optim.SGD([weight], lr=1.0), 3, accumulate_dtype=torch.bfloat16
+        )
+        for x in inputs:
+            (weight * x).sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+        outcomes.append(weight.detach())
+    assert torch.equal(*outcomes)
+
+
 def replace_a_parameter(training: Training) -> None:
     training.model[2].bias = nn.Parameter(torch.zeros(3))
     training.opt.param_groups[0]["params"][3] = training.model[2].bias
