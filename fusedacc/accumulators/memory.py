@@ -8,18 +8,16 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.local_parts import local
-from ..kernels.torch_private import FakeTensor, storage_use_count
+from ..kernels.torch_private import FakeTensor, storage_use_count, tensor_references
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
-#: References to the C++ tensor. Python's count as one. torch's type stubs lack it.
-tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
 class Segment:

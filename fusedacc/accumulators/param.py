@@ -12,8 +12,9 @@ from torch import Tensor
 from ..kernels import checks, native_module, registry, torch_state
 from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from ..kernels.local_parts import local
+from ..kernels.torch_private import tensor_references
 from . import engine
-from .memory import Segment, cut, tensor_references
+from .memory import Segment, cut
 from .state import GradState
 
 #: (device, gradient dtype, accumulate dtype). One kernel launch handles tensors of one lane.

@@ -89,6 +89,8 @@ CLIP_GRADS_WITH_NORM = "_clip_grads_with_norm_"
 
 #: The references to a storage, by the address `UntypedStorage._cdata`.
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count
+#: The references to a C++ tensor. All of Python's count as one.
+tensor_references: Callable[[Tensor], int] = _C.TensorBase._use_count
 
 #: Whether two tensors share memory. Public functions need a storage, which sparse tensors do not have.
 share_memory: Callable[[Tensor, Tensor], bool] = _C._is_alias_of
@@ -262,7 +264,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_is_zerotensor": "whether it has no memory and is zero; no public name",
         "_make_wrapper_subclass": "creates a tensor without memory of a subclass; no public name",
         "_post_accumulate_grad_hooks": "the hooks that are registered; no public name",
-        "_use_count": "the references to the C++ tensor; no public name",
         "_values": "values() refuses sparse tensors that are not coalesced",
         "_version": "the number of in-place writes; torch documents it under this name only",
     },
