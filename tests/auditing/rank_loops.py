@@ -380,7 +380,7 @@ def right_fusedacc_fsdp2():
 
 
 def zero_redundancy():
-    """Each rank updates a layer of its own. Their shapes are the same."""
+    """Each rank updates one of two layers that have the same shape."""
     model = DDP(nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20)))
     loop(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3), batches())
 

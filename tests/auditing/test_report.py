@@ -174,7 +174,7 @@ def test_the_head_of_sums_says_what_is_right():
     head = "sum (1 is right)"
     assert head in audited(plain_loops.CASES["bad_not_divided"]).text
     assert "sum (3 is right)" in audited(plain_loops.CASES["right"], scale=3.0).text
-    # The loss has a factor of its own, which may be right.
+    # The factor of this loss may be right.
     report = audited(plain_loops.CASES["right_half_mse"])
     assert (report.status, head in report.text) == (0, False)
 

@@ -150,15 +150,9 @@ def test_nested_backwards_add_in_the_order_of_autograd(monkeypatch):
     assert torch.equal(*ends)
 
 
-class TripledInInferenceMode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.inference_mode():
-            return 3 * gradient
+def tripled_in_inference_mode(gradient):
+    with torch.inference_mode():
+        return 3 * gradient
 
 
 @pytest.mark.parametrize("steps", [None, 1, 2])
@@ -167,7 +161,7 @@ def test_a_gradient_of_inference_mode_does_not_become_a_sum(steps):
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps, reduction="sum")
     for _ in range(6):
         for _ in range(steps or 2):
-            TripledInInferenceMode.apply(param).sum().backward()
+            with_backward(param, tripled_in_inference_mode).sum().backward()
             if steps:
                 optimizer.step()
         if not steps:
@@ -176,65 +170,37 @@ def test_a_gradient_of_inference_mode_does_not_become_a_sum(steps):
     assert param.tolist() == [1.0 - 6 * 3 * (steps or 2)] * 3
 
 
-class ReturnsWhatItKeeps(torch.autograd.Function):
-    """Computes 3 * x. The backward returns a view of a tensor that Python keeps."""
-
-    kept = torch.empty(0)
-
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ReturnsWhatItKeeps.kept = torch.full((16,), 3.0)
-        return ReturnsWhatItKeeps.kept.view(4, 4)
-
-
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_view_of_a_tensor_that_python_keeps_does_not_become_a_sum(steps):
-    param = nn.Parameter(torch.ones(4, 4))
+    param, kept = nn.Parameter(torch.ones(4, 4)), []
+
+    def view_of_kept(gradient):
+        kept.append(torch.full((16,), 3.0))
+        return kept[-1].view(4, 4)
+
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps, reduction="sum")
-    ReturnsWhatItKeeps.apply(param).sum().backward()
-    first = ReturnsWhatItKeeps.kept
+    with_backward(param, view_of_kept).sum().backward()
     if steps:
         optimizer.step()
-    ReturnsWhatItKeeps.apply(param).sum().backward()
-    assert first.tolist() == [3.0] * 16
+    with_backward(param, view_of_kept).sum().backward()
+    assert [tensor.tolist() for tensor in kept] == [[3.0] * 16] * 2
     assert param.grad.tolist() == [[6.0] * 4] * 4
-
-
-class ReturnsGraph(torch.autograd.Function):
-    """Computes 3 * x. The gradient has a graph, although the backward pass records none."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            return torch.full_like(gradient, 3.0).requires_grad_() * 1.0
 
 
 @pytest.mark.parametrize("steps", [None, 1])
 def test_p_grad_has_no_graph(steps):
+    """The gradient has one, although the backward pass records none."""
     param = nn.Parameter(torch.ones(3))
+
+    def with_graph(gradient):
+        with torch.enable_grad():
+            return torch.full_like(gradient, 3.0).requires_grad_() * 1.0
+
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0), steps)
-    ReturnsGraph.apply(param).sum().backward()
+    with_backward(param, with_graph).sum().backward()
     assert param.grad.grad_fn is None
     optimizer.step()
     assert param.tolist() == [-2.0] * 3
-
-
-class ReturnsEverySecondColumn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.full((4, 8), 3.0)[:, ::2]
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
@@ -242,7 +208,7 @@ def test_a_sum_and_a_gradient_with_the_same_gaps_in_their_memory():
     param, memory = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 8)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([param], lr=1.0))
     param.grad = memory[:, ::2]
-    ReturnsEverySecondColumn.apply(param).sum().backward()
+    with_backward(param, lambda gradient: torch.full((4, 8), 3.0)[:, ::2]).sum().backward()
     assert memory.tolist() == [[4.0, 1.0] * 4] * 4
     optimizer.step()
     assert param.tolist() == [[-3.0] * 4] * 4
