@@ -11,7 +11,7 @@ _REDUCE_AT_THE_LAST = (
     "let the last micro-batch of each update reduce the gradients of all: leave no_sync() before it (DDP), "
     "or call set_requires_gradient_sync(True) before it (FSDP2)."
 )
-#: Causes that end so have a remedy of their own if there are several ranks.
+#: Ends the causes that have another remedy if there are several ranks.
 ON_RANKS = " on ranks"
 #: By kind and cause: what to do in plain PyTorch.
 PLAIN = {

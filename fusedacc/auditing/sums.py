@@ -149,7 +149,7 @@ class _Sum:
     def judge(self) -> Verdict | None:
         """Return what is wrong; None: nothing."""
         tolerance = SUM_TOLERANCE if self.kind == "sum" else TOLERANCE
-        # Several tasks may take turns in a window, each with a line of its own.
+        # Tasks with different lines may take turns in a window.
         totals = [total for total in (self.total, self.total_of_update) if total is not None]
         if any(abs(total - self.target) <= tolerance * self.target for total in totals):
             return None
@@ -338,7 +338,7 @@ class _Sum:
             return verdict
         has_one_factor = are_steady(others.factors, 1e-6)
         is_even = are_steady(others.full) and has_one_factor
-        if is_sum:  # divided by the tokens of each window, and maybe multiplied by a factor of its own
+        if is_sum:  # divided by the tokens of each window; the loss may also have a factor
             is_divided = len(others.full) > 1 and are_steady(others.full) and not has_one_factor
             is_even = is_close(usual, self.target) or is_divided
         if is_even and not self.is_touched and not is_close(total, usual):

@@ -64,7 +64,7 @@ class OpenStep:
     Attributes:
         optimizer: whose step it is.
         update: what is recorded; None: there is no gradient, or nothing is recorded yet.
-        handle: of the hook that records the update, if the optimizer has hooks of its own.
+        handle: of the hook before `step()` that records the update; None: an optimizer without such hooks.
     """
 
     optimizer: Any

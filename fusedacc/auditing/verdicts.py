@@ -45,10 +45,9 @@ HOOKS = (
     "hooks of the script change the gradients of most parameters: only whether micro-batches count the same "
     "was checked"
 )
-
-OWN_FACTORS = (
-    "the script multiplies the gradients of most parameters by factors of their own: only whether "
-    "micro-batches count the same was checked"
+DIFFERENT_FACTORS = (
+    "the script multiplies the gradients of most parameters by different factors: only whether micro-batches "
+    "count the same was checked"
 )
 
 
@@ -369,7 +368,7 @@ def _judge_parameters(update: Update) -> None:
     ranks = {each.rank for each in update.passes}
     multiples = sum(outlier.ratio is not None for outlier in update.outliers)
     if multiples > len(update.names) / 2:  # as adaptive gradient clipping does
-        update.notes.append(OWN_FACTORS)
+        update.notes.append(DIFFERENT_FACTORS)
         update.is_vague = True
         update.outliers = [outlier for outlier in update.outliers if outlier.ratio is None]
     for outlier in update.outliers:
