@@ -135,8 +135,10 @@ def reached(value: float | None, goal: float) -> str:
 def at_most(
     limit: float, found: float, against: str = "limit", tolerance: float = 0.0
 ) -> dict[str, str | float]:
-    """Return the columns of a figure that may exceed `limit` by at most a share of `tolerance`."""
-    room = limit / found
+    """Return the columns of a figure that may exceed `limit` by at most a share of `tolerance`. A difference
+    may be 0 or negative.
+    """
+    room = limit / found if found > 0 else math.inf
     return {"against": against, "speedup": room, "goal": 1.0, "reached": reached(room, 1.0 - tolerance)}
 
 

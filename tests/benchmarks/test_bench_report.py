@@ -6,7 +6,7 @@ import pytest
 from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.harness import RESULTS
-from benchmarks.records import Case, Results, cannot_run, count, read, row
+from benchmarks.records import Case, Results, at_most, cannot_run, count, read, row
 from benchmarks.report import head_chart, page_tables, pages
 from benchmarks.suites import head
 
@@ -143,3 +143,8 @@ def test_a_run_of_heads_is_resumed(tmp_path):
     for _ in range(2):
         head.figures(Results(tmp_path / "rows.csv"), "quick", "head_memory", resume=True)
     assert len(read(tmp_path / "rows.csv")) == 2
+
+
+@pytest.mark.parametrize(("found", "wanted"), [(-3.0, "yes"), (0.0, "yes"), (4.0, "yes"), (6.0, "no")])
+def test_a_difference_below_zero_is_within_its_limit(found, wanted):
+    assert at_most(5.0, found)["reached"] == wanted
