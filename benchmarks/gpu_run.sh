@@ -179,11 +179,11 @@ part_second() {
   local sizes=1Gi,64Mi,1Mi,1Ki,256Mi,16Mi,64Ki head="head 128256 x 4096" elements=$((1 << 28))
   [ "$EFFORT" = quick ] && sizes=1Ki head="head 1000 x 32" elements=$((1 << 12))
   build 40
-  figures kernels 65 --sizes "$sizes" --dtypes bfloat16:float32,float32:float32 \
+  figures kernels 60 --sizes "$sizes" --dtypes bfloat16:float32,float32:float32 \
     --providers "fusedacc cuda,fusedacc triton,add_,torch._foreach_add_,foreach cast and add"
   figures experts 30
   figures head 30 --only "$head"
-  figures host 15
+  figures host_time 20
   sanitize memcheck 35 -k "not triton"
   figures dram_check 25 --elements "$elements" --cases "fusedacc cuda bf16"
 }
@@ -206,7 +206,7 @@ part_all() {
   [ "$EFFORT" = short ] || models=()
   figures models 200 ${models[@]+"${models[@]}"}
   local suite
-  for suite in experts head host update training wrapper_window peak_memory linear embedding layers planner_limit; do
+  for suite in experts head host_time update training wrapper_window peak_memory linear embedding layers planner_limit; do
     figures "$suite" 180
   done
   step demo 100 "$PYTHON" examples/where_it_pays.py --device cuda --out "$scratch/demo"

@@ -18,8 +18,8 @@ from .records import Results, first_line
 #: Suites with `figures(results, effort)`, in the order of the documents.
 SHOWN = (
     *("models", "update", "kernels", "linear", "embedding", "layers", "compiled", "training", "experts"),
-    *("head", "experts_model", "data_parallel", "pipelines", "wrapper_window", "gradients", "host"),
-    *("host_time", "peak_memory"),
+    *("head", "experts_model", "data_parallel", "pipelines", "wrapper_window", "gradients", "host_time"),
+    "peak_memory",
 )
 #: Suites that need other packages or more time, and the commands that run them.
 APART = {

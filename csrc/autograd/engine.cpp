@@ -455,7 +455,6 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
         queue_.forget();
         backwards_.erase(found);
         window_->ran = true;
-        ++window_->num_backwards;
         return;
       }
     }

@@ -43,7 +43,7 @@ class WindowCounts(WindowState):
     The engine's class has the fields that decide how a backward pass is handled:
 
     - micro_step: the micro-batches that have ended.
-    - usual_backwards: how many backward passes the last one had; 0 before the first.
+    - usual_backwards: the `num_backwards` of the last one; 0 before the first.
     - has_updated: whether the last `step()` or `flush()` has updated.
     - ignoring: whether backward passes do not count (`ignore()`).
     - in_context: whether `accumulate()` is entered.
@@ -55,7 +55,7 @@ class WindowCounts(WindowState):
     And of the current micro-batch:
 
     - ran: whether a backward pass has ended.
-    - num_backwards: how many have, without those nested in others.
+    - num_backwards: how many Python has ended, without those nested in others. With ranks it ends all.
     - deferred: whether its gradients stay unsynchronised in p.grad, to be collected in a later micro-batch.
     - in_schedule: whether a pipeline schedule's `step()` is running, which counts as one backward pass.
 

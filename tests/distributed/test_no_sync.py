@@ -1,4 +1,4 @@
-"""In a counted loop, `ddp.no_sync()` by hand is an error, because sums would stay local."""
+"""In a counted loop, `accumulate(ddp)` synchronizes in the last micro-batch, and `ddp.no_sync()` is an error."""
 
 import contextlib
 import functools
@@ -107,6 +107,21 @@ def test_a_penalty_in_a_separate_backward() -> None:
     (0.0 * net[0].weight.square().sum()).backward()
     optimizer.step(), optimizer.zero_grad()
     assert_nets_close(net, one_process(1, range(1)))
+
+
+@on_each_rank(2)
+def test_micro_batches_outside_accumulate() -> None:
+    """A micro-batch outside `accumulate(ddp)` synchronizes, too. The last one leaves the final p.grad."""
+    for outside in ([1], [2], [0, 2], [0, 2, 3, 5]):
+        net, parallel, optimizer = made(3)
+        for index in range(6):
+            with contextlib.nullcontext() if index in outside else optimizer.accumulate(parallel):
+                small_loss(parallel, index).backward()
+            if optimizer.will_update:
+                assert all(param.grad is not None for param in net.parameters())
+            optimizer.step(), optimizer.zero_grad()
+        assert optimizer.num_updates == 2
+        assert_nets_close(net, one_process(3, range(6)))
 
 
 @on_each_rank(2)
