@@ -1,4 +1,4 @@
-"""In a counted loop, `accumulate(ddp)` synchronizes in the last micro-batch, and `ddp.no_sync()` is an error."""
+"""A counted loop synchronizes in the last micro-batch with `accumulate(ddp)`; `ddp.no_sync()` is an error."""
 
 import contextlib
 import functools
