@@ -108,6 +108,14 @@ class Sources:
         file = path / "__init__.py" if package else path.with_suffix(".py")
         return ast.parse(file.read_text()), package
 
+    def _statements(self, module: str) -> list[ast.stmt]:
+        """The module's statements, with those under `if TYPE_CHECKING:`."""
+        found: list[ast.stmt] = []
+        for node in self._tree(module)[0].body:
+            is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            found += node.body if is_for_types else [node]
+        return found
+
     def _is_module(self, name: str) -> bool:
         path = self.root.joinpath(*name.split("."))
         return path.is_dir() or path.with_suffix(".py").exists()
@@ -129,7 +137,7 @@ class Sources:
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
         """The module and the statement that define `module.name`; None for a submodule."""
-        for node in self._tree(module)[0].body:
+        for node in self._statements(module):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return module, node
             if isinstance(node, ast.Assign | ast.AnnAssign):

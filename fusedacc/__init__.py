@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-from . import amp, functional, nn
-from .auditing import audit
-from .optimizer import AccumulatingOptimizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import amp, functional, nn
+    from .auditing import audit
+    from .optimizer import AccumulatingOptimizer
 
 __all__ = ["AccumulatingOptimizer", "amp", "audit", "functional", "nn"]
 __version__ = "0.1.0"
+
+#: Where public names are defined that are no modules of this package.
+_DEFINED_IN = {"AccumulatingOptimizer": "optimizer", "audit": "auditing"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what defines a public name, and PyTorch with it, when the name is first used.
+
+    So `python -m fusedacc --help` answers at once.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_DEFINED_IN.get(name, name)}", __name__)
+    value = getattr(module, name) if name in _DEFINED_IN else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

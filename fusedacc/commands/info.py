@@ -24,10 +24,6 @@ def devices() -> list[torch.device]:
     return [*selftest_command.devices(), *mps]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-
-
 def run(options: argparse.Namespace) -> int:
     facts = collect()
     if options.json:

@@ -22,91 +22,16 @@ from ..optimizer import AccumulatingOptimizer
 from ..planner import Plan, plan
 from ..planner import budget as amounts
 from ..planner.allocations import KINDS, LIBRARIES
-from ..planner.budget import format_bytes, parse_bytes
+from ..planner.budget import format_bytes
 from ..planner.plans import RESERVE, TooSmallError, place_of
 from ..planner.prediction import Batch, BatchDims, LossFunction, Predictor
-from . import plots
-from .bench import MISUSED, STOPPED, WRONG, count
 from .bench.report import Progress
+from .exit_status import MISUSED, STOPPED, WRONG
+from .gpu_names import DRIVER_MIB, TOTAL_MIB
 from .plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
-
-#: Total MiB as `nvidia-smi` reports it. A GPU sold with 80 GB does not have a round number.
-TOTAL_MIB = {
-    "b200": 183_359,
-    "h200": 143_771,
-    "h100": 81_559,
-    "a100-80": 81_920,
-    "a100-40": 40_960,
-    "l40s": 46_068,
-    "l4": 23_034,
-    "a10": 23_028,
-    "t4": 15_360,
-    "rtx5090": 32_607,
-    "rtx4090": 24_564,
-    "rtx3090": 24_576,
-}
-#: MiB that the driver, one process's context and the libraries' workspaces use.
-DRIVER_MIB = 1024
 
 OURS = "wrapped"
 STOCK = "stock"
-DESCRIPTION = """\
-Predicts the largest micro-batch that fits, the number of micro-batches per update, and where the memory goes,
-by running the training step on fake tensors. Then runs one real update, if the device is available.
-
-FACTORY is called without arguments. It returns a tuple (model, optimizer, sample_batch), optionally with
-loss_fn and batch_dims at the end:
-  model         an nn.Module as it will train, or on the meta device
-  optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the plain loop
-  sample_batch  a tensor, or nested tensors, whose first dimension counts samples
-  loss_fn       loss_fn(model, batch) returns the loss; default: model(**batch).loss
-  batch_dims    the dimension that counts samples, if it is not the first of every tensor
-"""
-EPILOGUE = f"""\
-A GPU given by name need not be available. {DRIVER_MIB} MiB of its memory are reserved for driver, context and
-libraries, and 5 % of the rest. Exit status: 0; 1 if the measured peak exceeds the budget; 2 if an argument
-cannot be used; 130 if interrupted.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = DESCRIPTION
-    parser.epilog = EPILOGUE
-    parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
-    parser.add_argument(
-        "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
-    )
-    sizes = 'bytes, or text like "24GiB"; includes parameters (default: the free memory of the device)'
-    parser.add_argument("--memory", type=_memory, metavar="SIZE", help=sizes)
-    parser.add_argument(
-        "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
-    )
-    stage = "for a pipeline's stage: micro-batches with activations in memory at once (default: %(default)s)"
-    parser.add_argument("--in-flight", type=count, default=1, metavar="N", help=stage)
-    names = f"cpu, cuda, cuda:N, or a GPU that need not be available: {', '.join(TOTAL_MIB)}"
-    parser.add_argument(
-        "--device", type=_device, metavar="NAME", help=f"{names} (default: the model's device)"
-    )
-    parser.add_argument("--stock", action="store_true", help="plan the plain loop, without the wrapper")
-    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
-    plots.add_plot_argument(parser, "memory by kind against the micro-batch, in both loops")
-    parser.add_argument("--no-verify", action="store_true", help="run no real update")
-
-
-def _memory(text: str) -> int:
-    try:
-        return parse_bytes(int(text) if text.isdecimal() else text, "--memory")
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from None
-
-
-def _device(text: str) -> str:
-    allowed = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    allowed += TOTAL_MIB
-    if text.lower() not in allowed:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device; allowed: {', '.join(allowed)}")
-    return text.lower()
 
 
 def memory_of(name: str) -> int:

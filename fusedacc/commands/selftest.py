@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,16 +31,9 @@ from ..kernels import (
 )
 from ..optimizer import AccumulatingOptimizer
 from . import machine, timing
-from .bench import MISUSED, WRONG
 from .bench.report import Progress
+from .exit_status import MISUSED, STOPPED, WRONG
 
-FILE = "fusedacc-selftest.json"
-DESCRIPTION = (
-    "Checks the results of every backend on every device against plain torch, and compares its bandwidth "
-    "with that of a copy, in about a minute. Writes a file to attach to an issue. On a GPU the results also "
-    "replace those of the self-tests at first use. FUSEDACC_BACKEND and FUSEDACC_SELFTEST have no effect. "
-    "Exit status: 0; 1 if something that is used by default fails; 2 if the report cannot be written."
-)
 #: Elements of the measured tensors by device type: more than the caches hold.
 ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
 ROUNDS = 9
@@ -59,13 +51,6 @@ class Case:
     check: Callable[[], str | None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, default=Path(FILE), metavar="FILE", help="the report (default: %(default)s)"
-    )
-    parser.add_argument("--no-benchmark", action="store_true", help="check only")
-
-
 def run(options: argparse.Namespace) -> int:
     """Check, measure, write the report and print a summary. Return the exit status."""
     try:
@@ -73,7 +58,11 @@ def run(options: argparse.Namespace) -> int:
     except OSError as problem:
         print(f"python -m fusedacc selftest: error: {problem}", file=sys.stderr)
         return MISUSED
-    report = collect(not options.no_benchmark)
+    try:
+        report = collect(not options.no_benchmark)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(summary(report))
     print(f"report: {options.output}")

@@ -9,7 +9,7 @@ import torch
 from broken_backends import breaks, self_tests
 
 from fusedacc import __main__
-from fusedacc.commands import info, selftest
+from fusedacc.commands import arguments, info, selftest
 from fusedacc.kernels import dtypes, library, registry
 from fusedacc.kernels import selftest as kept
 
@@ -60,7 +60,7 @@ def test_the_report_is_complete(capsys, tmp_path, monkeypatch):
 def test_only_a_wrong_default_backend_fails(capsys, name, status, what):
     with breaks(name, what):
         assert run("--no-benchmark") == status
-    (entry,) = json.loads(Path(selftest.FILE).read_text())["devices"]
+    (entry,) = json.loads(Path(arguments.SELFTEST_FILE).read_text())["devices"]
     failed = {check["who"] for check in entry["checks"] if check["problem"]}
     assert name in failed
     output, shown = capsys.readouterr()

@@ -19,44 +19,15 @@ import torch
 from ...kernels import registry
 from ...kernels.torch_state import on_device
 from .. import machine
+from ..arguments import device as device_of
+from ..exit_status import MISUSED, STOPPED, WRONG
 from . import comparison, report
 from .cases import cases_of
-
-#: Exit statuses: a wrong result; a wrong argument or variable; interrupted by the user.
-WRONG = 1
-MISUSED = 2
-STOPPED = 130
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", type=_device, help="cpu, cuda or cuda:N (default: cuda where torch has one)"
-    )
-    parser.add_argument("--full", action="store_true", help="more sizes, dtypes and rounds: several minutes")
-    parser.add_argument("--threads", type=count, help="CPU threads of torch and of our kernels")
-    parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
-
-
-def count(text: str) -> int:
-    """Parse a command's argument that is a count."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count; allowed: integers of at least 1")
-    return int(text)
-
-
-def _device(text: str) -> torch.device:
-    allowed = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if text not in allowed:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an available device; allowed: {', '.join(allowed)}"
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if text == "cuda" else torch.device(text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print. Return the exit status: 1 if any result is wrong, else 0."""
-    device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device or device_of("cuda" if torch.cuda.is_available() else "cpu")
     try:
         registry.select(device, torch.float32, torch.float32)
     except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND
