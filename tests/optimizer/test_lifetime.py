@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from loops import LOW, expected, failing, gradients, identical, loss_of, network, wrap
+from loops import LOW, assert_gradients, expected, failing, gradients, identical, loss_of, network, wrap
 from loops import cleared_micro_batch as micro_batch
 from torch import nn
 
@@ -136,6 +136,22 @@ def test_graphs_from_before_close_give_stocks_gradients(hooks, monkeypatch):
     loss.backward()
     assert identical(gradients(model), expected(network(), (0,)))
     assert optimizer.micro_step == 0
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_graphs_from_before_close_count_for_the_next_wrapper(steps):
+    model = network()
+    first = wrap(model, steps)
+    losses = [loss_of(model, seed) for seed in range(2)]
+    first.close()
+    second = wrap(model, steps)
+    losses[0].backward()
+    if steps is not None:
+        second.step()
+    losses[1].backward()
+    assert_gradients(model, expected(network(), range(2), 1 / (steps or 1)))
+    second.step()
+    assert (first.micro_step, first.num_updates, second.num_updates) == (0, 0, 1)
 
 
 def test_a_parameter_of_another_live_wrapper_is_refused():
