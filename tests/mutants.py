@@ -29,7 +29,7 @@ from mutant_copies import occurrences, project
 
 MUTANTS = (*FIXES, *BREAKS, *ENGINE_BREAKS, *RANK_BREAKS, *AUDIT_BREAKS)
 #: Seconds after which hanging tests count as failed, so that they catch the mutant.
-PATIENCE = 900
+PATIENCE = 300
 
 
 @dataclass(frozen=True)
