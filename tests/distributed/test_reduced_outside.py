@@ -1,5 +1,6 @@
 """A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
 
+import contextlib
 import os
 from unittest import mock
 
@@ -144,6 +145,33 @@ def test_fsdp1_reduces_its_parameters(use_orig_params, tmp_path):
         with FullyShardedDataParallel.summon_full_params(parallel):
             flat = torch.cat([param.detach().flatten() for param in parallel.parameters()])
     torch.testing.assert_close(flat, torch.cat([param.detach().flatten() for param in alone.parameters()]))
+
+
+@pytest.mark.parametrize("loop", ["counted", "accumulate(model)", "manual, no_sync()"])
+@on_each_rank(RANKS)
+def test_shards_of_fsdp1_get_the_mean_over_ranks(loop: str) -> None:
+    """The wrapper does not enter FSDP1's `no_sync()`. A manual loop may."""
+    alone = network(torch.float64)
+    stock = torch.optim.SGD(alone.parameters(), lr=0.1)
+    parallel = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    manual = loop == "manual, no_sync()"
+    optimizer = wrap(parallel, None if manual else K)
+    for index in range(K * WINDOWS):
+        is_last = index % K == K - 1
+        context = optimizer.accumulate(parallel) if loop == "accumulate(model)" else contextlib.nullcontext()
+        with parallel.no_sync() if manual and not is_last else context:
+            (loss_of(parallel, index, dist.get_rank()) / (K if manual else 1)).backward()
+        if is_last or not manual:
+            optimizer.step(), optimizer.zero_grad()
+        for rank in range(RANKS):
+            (loss_of(alone, index, rank) / K / RANKS).backward()
+        if is_last:
+            stock.step(), stock.zero_grad()
+    assert optimizer.num_updates == WINDOWS
+    with FullyShardedDataParallel.summon_full_params(parallel):
+        flat = torch.cat([param.detach().flatten() for param in parallel.parameters()])
+    right = torch.cat([param.detach().flatten() for param in alone.parameters()]).float()
+    torch.testing.assert_close(flat, right)
 
 
 @pytest.mark.parametrize("native", ["0", ""])
