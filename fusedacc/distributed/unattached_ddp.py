@@ -162,5 +162,13 @@ def _ids(parallels: Iterable[DistributedDataParallel]) -> set[int]:
 
 
 def may_defer(model: Any) -> bool:
-    """Whether a micro-batch may skip synchronisation. A static graph must synchronise in its first one."""
+    """Whether a micro-batch may skip synchronisation.
+
+    A static graph must synchronise in its first one. FSDP1 must in each, because the gradients that its
+    `no_sync()` leaves have the shapes of whole parameters, and the sums have those of this rank's shards.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        return False
     return not getattr(model, "static_graph", False) or model._static_graph_delay_allreduce_enqueued

@@ -328,8 +328,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             model: a DistributedDataParallel is attached as by `data_parallel=`, at the first use between two
                 windows. A model of FSDP2, or any other with `no_sync()`, synchronises gradients only in the
                 window's last micro-batch. It synchronises in every micro-batch in a manual loop. So does a
-                model with `no_sync()`, but not one of FSDP2, if the reduction takes weights. With an attached
-                pipeline schedule, pass any module: it applies to all stages.
+                model of FSDP1, and a model with `no_sync()`, but not one of FSDP2, if the reduction takes
+                weights. With an attached pipeline schedule, pass any module: it applies to all stages.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
                 later on the yielded object (see `MicroBatch.weight`).

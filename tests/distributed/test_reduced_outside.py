@@ -1,8 +1,11 @@
 """A process group that `data_parallel=` does not name: which gradients code outside the wrapper reduces."""
 
+import contextlib
+import functools
 import os
 from unittest import mock
 
+import pages
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedacc
 from fusedacc.autograd.reasons import HOOK_AFTER_NODE, REASONS
 from fusedacc.kernels import native_module
 
@@ -144,6 +148,72 @@ def test_fsdp1_reduces_its_parameters(use_orig_params, tmp_path):
         with FullyShardedDataParallel.summon_full_params(parallel):
             flat = torch.cat([param.detach().flatten() for param in parallel.parameters()])
     torch.testing.assert_close(flat, torch.cat([param.detach().flatten() for param in alone.parameters()]))
+
+
+def trained(micro_batches: int, window: int) -> Tensor:
+    """Return all weights after SGD in float64, in windows of this many micro-batches of each rank."""
+    alone = network(torch.float64)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for index in range(micro_batches):
+        for rank in range(RANKS):
+            (loss_of(alone, index, rank) / window / RANKS).backward()
+        if index % window == window - 1:
+            optimizer.step(), optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in alone.parameters()]).float()
+
+
+def whole(parallel: FullyShardedDataParallel) -> Tensor:
+    """Return all weights of a sharded model."""
+    with FullyShardedDataParallel.summon_full_params(parallel):
+        return torch.cat([param.detach().flatten() for param in parallel.parameters()])
+
+
+class Losses(nn.Module):
+    """Takes the index of a micro-batch, and returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, index: int) -> Tensor:
+        return loss_of(self.model, index, dist.get_rank())
+
+
+shard = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("within_context", [False, True])
+@on_each_rank(RANKS)
+def test_shards_of_fsdp1_get_the_mean_over_ranks(within_context: bool) -> None:
+    """`accumulate(model)` does not enter FSDP1's `no_sync()`."""
+    parallel = shard(network(), use_orig_params=True)
+    optimizer = wrap(parallel, K)
+    for index in range(K * WINDOWS):
+        with optimizer.accumulate(parallel) if within_context else contextlib.nullcontext():
+            loss_of(parallel, index, dist.get_rank()).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == WINDOWS
+    torch.testing.assert_close(whole(parallel), trained(K * WINDOWS, K))
+
+
+@on_each_rank(RANKS)
+def test_the_code_for_fsdp1_in_the_documentation() -> None:
+    """Its manual loop enters FSDP1's `no_sync()`, in windows of four micro-batches.
+
+    SGD takes the place of AdamW, whose first update takes only the sign of a gradient.
+    """
+    given = {
+        "torch": mock.Mock(optim=mock.Mock(AdamW=functools.partial(torch.optim.SGD, lr=0.1))),
+        "contextlib": contextlib,
+        "fusedacc": fusedacc,
+        "FullyShardedDataParallel": shard,
+        "network": Losses(network()),
+        "loader": [(index, None) for index in range(8)],
+        "criterion": lambda loss, _: loss,
+    }
+    found = pages.run("../with-what-you-use", only="FullyShardedDataParallel(network", **given)
+    assert found["optimizer"].num_updates == 2
+    torch.testing.assert_close(whole(found["model"]), trained(8, 4))
 
 
 @pytest.mark.parametrize("native", ["0", ""])

@@ -110,3 +110,38 @@ def test_the_head_page_trains():
     found = pages.run("../head", only="linear_cross_entropy(", torch=torch)
     assert found["optimizer"].num_updates == 1
     assert "head" in found["optimizer"].explain()
+
+
+def second_moments(beta2: float, updates: int, dtype: torch.dtype) -> list[float]:
+    """Return AdamW's second moment after 40 batches with gradients of 1, and then 14 with gradients of 0.
+
+    Args:
+        updates: the number of updates in which each batch is used.
+    """
+    param = nn.Parameter(torch.ones(16, dtype=dtype))
+    optimizer = torch.optim.AdamW([param], lr=0.0, betas=(0.9, beta2))
+    found = []
+    for batches, value in ((40, 1.0), (14, 0.0)):
+        for _ in range(batches * updates):
+            param.grad = torch.full_like(param, value)
+            optimizer.step()
+        found.append(optimizer.state[param]["exp_avg_sq"].mean().item())
+    return found
+
+
+def test_the_page_on_small_batches_keeps_the_half_life(capsys):
+    found = pages.run("../do-you-need-accumulation")
+    printed = "0.99840: 7,084,917 tokens, as 7,084,917"
+    assert capsys.readouterr().out == f"{printed}\n"
+    assert f"`{printed}`" in (ROOT / "docs/do-you-need-accumulation.md").read_text()
+    assert found["optimizer"].num_updates == 3
+
+    right = [1 - 0.95**40, (1 - 0.95**40) * 0.95**14]
+    assert second_moments(0.95, 1, torch.float32) == pytest.approx(right, rel=1e-5)
+    assert second_moments(found["beta2_small"], 32, torch.float32) == pytest.approx(right, rel=1e-4)
+    assert second_moments(found["beta2_small"], 32, torch.bfloat16) == [0.5, 0.5]
+
+
+def test_the_page_on_other_libraries_trains():
+    """These are the parts that need only torch. test_reduced_outside.py has the part that needs ranks."""
+    assert pages.run("../with-what-you-use", only="import torch")["optimizer"].num_updates == 1
