@@ -346,7 +346,7 @@ class Shards:
         if not all(map(hybrid.is_hybrid, groups)):
             return said
         return (
-            f"{said}. With `accumulate(model, defer='all_reduce')`, only the all-reduce over the replicas waits "
+            f"{said}. With `accumulate(model, defer='all_reduce')`, only the all-reduce over replicas waits "
             f"until the end of a window, and sums of shards are kept: {shard_bytes:,} bytes on this rank"
         )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -321,7 +320,7 @@ def test_memory(defer: str, kept: int) -> None:
         found.append(kept_by(run))
         for _ in range(K - 1):
             run()
-    assert statistics.median(found) == pytest.approx(kept, rel=0.02), (found, kept)
+    assert min(found) == pytest.approx(kept, rel=0.02), (found, kept)
     assert optimizer.accumulator_bytes == 0
 
 
