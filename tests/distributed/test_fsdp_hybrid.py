@@ -233,8 +233,8 @@ def test_parameters_without_a_gradient_in_some_micro_batches() -> None:
 
 @on_each_rank(RANKS)
 def test_the_sums_are_float32() -> None:
-    """With a wire of bfloat16, many micro-batches err no more than a few."""
-    many = 32
+    """With a wire of bfloat16, plain FSDP2's error grows with the number of micro-batches."""
+    many = 128
     policy = MixedPrecisionPolicy(reduce_dtype=LOW)
     model, plain = (two_by_two(mp_policy=policy) for _ in range(2))
     optimizer = wrap(model, many)
@@ -256,7 +256,7 @@ def test_the_sums_are_float32() -> None:
     ]
     norm = sum(total.square().sum() for total in wanted)
     ours, plains = ((error / norm).sqrt().item() for error in errors)
-    assert ours < 4e-3 < plains, (ours, plains)
+    assert ours < 3e-3 < plains / 1.5, (ours, plains)
 
 
 def square() -> Any:
