@@ -72,7 +72,8 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator.namespace == "c10d":
-            tensors = [each for each in args[0] if isinstance(each, torch.Tensor)]
+            passed = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+            tensors = [each for each in passed if isinstance(each, torch.Tensor)]
             self.sizes.append(sum(tensor.nbytes for tensor in tensors))
         return operator(*args, **(kwargs or {}))
 
