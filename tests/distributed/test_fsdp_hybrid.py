@@ -322,6 +322,7 @@ def test_memory(defer: str, kept: int) -> None:
             run()
     assert min(found) == pytest.approx(kept, rel=0.02), (found, kept)
     assert optimizer.accumulator_bytes == 0
+    assert f"sums of shards are kept: {SHARDS:,} bytes on this rank" in optimizer.explain()
 
 
 @on_each_rank(RANKS)
