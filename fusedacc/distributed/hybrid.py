@@ -4,7 +4,7 @@ After `set_requires_all_reduce(False)`, FSDP2 reduce-scatters the gradients of e
 replica, and adds the shards to one flat tensor for each parameter group. The next backward pass with
 `set_requires_all_reduce(True)` all-reduces this tensor over the replicas. Two things differ with a wrapper:
 
-- The flat tensor is float32 if FSDP2 reduces in bfloat16 or float16, so only the final sum is rounded to 16 bits.
+- The flat tensor is float32 if FSDP2 reduces in bfloat16 or float16: adding rounds to 16 bits only once.
 - The flat tensor has room for each parameter that has had a gradient in this window, and a parameter without
   a gradient adds zeros. FSDP2 leaves out parameters without a gradient. If these differ between
   micro-batches, FSDP2 raises, or adds gradients of one parameter to those of another.
