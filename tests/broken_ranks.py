@@ -12,6 +12,38 @@ fusedacc/optimizer: tests/distributed/test_no_sync.py
 # no_sync() by hand goes unseen
 -self._synchronisation.check(backward.stored)
 +pass
+fusedacc/distributed: tests/distributed/test_fsdp_hybrid.py
+# sums of shards that are not all-reduced stay in bfloat16
+-group._partial_reduce_output = total.float()
++pass
+# a parameter without a gradient in this micro-batch leaves the sums of shards
+-positions = sorted({*held, *present})
++positions = present
+# sums of shards get no room for a parameter that was not used before
+-if total is not None and positions != held:
++if False:
+# a group without a gradient in the last micro-batch keeps its sums of shards
+-if not (present or group.all_reduce_grads):
++if not present:
+# close() leaves a replaced post_backward
+-                hybrid.restore_post_backward(group)
++                pass
+# defer="all_reduce" accepts a module whose mesh has one dimension
+-if not hybrid.is_hybrid(group):
++if False:
+fusedacc/optimizer: tests/distributed/test_fsdp_hybrid.py
+# defer="all_reduce" all-reduces in every micro-batch
+-all_reduces=is_last or micro.defer == "none",
++all_reduces=True,
+# defer="all_reduce" keeps whole gradients
+-reduces=is_last or micro.defer != "all",
++reduces=is_last or micro.defer == "none",
+# defer="none" attaches a DistributedDataParallel
+-if defer == "none" and is_reduced_here and not self._registry.closed:
++if False:
+# a schedule that is not attached has FSDP2 reduce over all ranks inside defer="all_reduce"
+-if trains and accumulation.window.micro.defer == "all_reduce":
++if False:
 fusedacc/amp.py: tests/distributed/test_scaled_ranks.py
 # a rank without micro-batches does not divide by the loss scale
 -optimizer.has_partial_window or optimizer._takes_part

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from ranks import fork_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,7 +72,8 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator.namespace == "c10d":
-            tensors = [each for each in args[0] if isinstance(each, torch.Tensor)]
+            passed = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+            tensors = [each for each in passed if isinstance(each, torch.Tensor)]
             self.sizes.append(sum(tensor.nbytes for tensor in tensors))
         return operator(*args, **(kwargs or {}))
 
@@ -80,10 +83,12 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
 
     Args:
         loop: "each" (plain PyTorch without `no_sync()`), "stock" (plain PyTorch), "counted" or "manual".
-        reduced_by: "ddp" or "group".
-        options: options for the wrapper.
+        reduced_by: "ddp", "group", or "replicas": FSDP2 on two replicas of two shards.
+        options: options for the wrapper. For "replicas", those of `accumulate()`.
     """
     torch.manual_seed(0)
+    if reduced_by == "replicas":
+        return sharded_trainer(options), None
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, weighs = torch.ones(2, WIDTH), options.get("reduction") == "weighted"
@@ -110,6 +115,25 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
             optimizer.step(), optimizer.zero_grad()
 
     return run, wrapper
+
+
+def sharded_trainer(options: dict[str, Any]) -> Callable[[int], None]:
+    """Return a function that runs a micro-batch with FSDP2 on two replicas of two shards."""
+    import fusedacc
+
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(nn.Sequential(*layers), mesh=mesh)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), STEPS)
+
+    def run(_index: int) -> None:
+        with optimizer.accumulate(model, **options):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+
+    return run
 
 
 def count(run: Callable[[], None]) -> tuple[list[int], int]:

@@ -41,6 +41,11 @@ def peak_of(run: Callable[[], object]) -> int:
             gc.enable()
 
 
+def kept_by(run: Callable[[], object]) -> int:
+    """Return the bytes that `run` has allocated and not freed, less what it has freed of earlier memory."""
+    return sum(_allocations(run))
+
+
 def largest_allocation(run: Callable[[], object]) -> int:
     """Return the bytes of the largest allocation."""
     return max(_allocations(run), default=0)

@@ -34,6 +34,8 @@ from ..kernels.torch_private import (
     runs_as_written,
     tree_leaves,
 )
+from . import hybrid
+from .fsdp_objects import fsdp_states, groups_of, sums_apart
 
 
 class _GradDtype(NamedTuple):
@@ -88,11 +90,11 @@ class Shards:
             for slot in distributed.values():
                 slot.left_to = f"{why}: FSDP2 synchronises every micro-batch, and step() collects p.grad"
             return
-        states = [state for _, state in _states()] if distributed else []
+        states = [state for _, state in fsdp_states()] if distributed else []
         groups = {
             id(sharded.sharded_param): group
             for state in states
-            for group in _groups_of(state)
+            for group in groups_of(state)
             for sharded in group.fsdp_params
             if id(sharded.sharded_param) in distributed
         }
@@ -161,6 +163,8 @@ class Shards:
             for module_handle in itertools.chain(*self._modules.values()):
                 module_handle.remove()
             self._modules.clear()
+            for group in filter(None, [reference() for reference in self._groups.values()]):
+                hybrid.restore_post_backward(group)
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -192,6 +196,8 @@ class Shards:
             if self.sums is None:
                 self.sums = self.make_sums()
             self.sums.prepare(group, lambda param: self._slots.get(id(param)))
+        if hybrid.waits(group):
+            hybrid.replace_post_backward(group)
 
     def begin_backward(self, receiver: Any) -> None:
         """Report to the receiver that a backward pass runs, and whether FSDP2 keeps any of its gradients."""
@@ -208,13 +214,14 @@ class Shards:
     def synchronise(self) -> None:
         """Have FSDP2 store the gradients that it keeps in p.grad. All ranks call it, outside a backward."""
         groups = self._live_groups()
-        if any(group._partial_reduce_output is not None for group in groups):
+        if not all(map(hybrid.is_known, groups)):
             raise RuntimeError(
-                "set_requires_all_reduce(False) has left sums of this window that FSDP2 completes in a "
-                "backward only: call set_requires_all_reduce(True) before the last micro-batch of the window"
+                "set_requires_all_reduce(False) was called after a forward pass of this window, and has left "
+                "sums that only FSDP2 can complete, in a backward pass: call it before the forward pass, or "
+                "call set_requires_all_reduce(True) before the last micro-batch of the window"
             )
         former_flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
-        states = [state for module, state in _states() if module in self._modules]
+        states = [state for module, state in fsdp_states() if module in self._modules]
         contexts = {id(state._state_ctx): state for state in states}
         self._synchronises = True
         try:
@@ -249,8 +256,8 @@ class Shards:
         """Reset FSDP2 after a backward pass that has raised. Without this, it reduces in no later one."""
         if current_graph_task() != -1:
             return
-        contexts = {id(state._state_ctx) for module, state in _states() if module in self._modules}
-        for module, state in _states():
+        contexts = {id(state._state_ctx) for module, state in fsdp_states() if module in self._modules}
+        for module, state in fsdp_states():
             failed = id(state._state_ctx) in contexts and state._state_ctx.post_backward_final_callback_queued
             if failed and state._is_root:
                 reset: Any = getattr(module, "reset_iter_state", None)
@@ -319,25 +326,39 @@ class Shards:
         """Describe for `explain()` what FSDP2 keeps in memory, and the alternative."""
         elements = 0
         nbytes = 0
-        for group in self._live_groups():
+        shard_bytes = 0
+        groups = self._live_groups()
+        for group in groups:
             for sharded in group.fsdp_params:
                 count = math.prod(sharded._orig_size)
                 dtype = sharded.mp_policy.reduce_dtype or sharded.mp_policy.param_dtype
                 elements += count
                 size = (dtype or sharded.sharded_param.dtype).itemsize
-                nbytes += count * (size if self.make_sums is None else max(size, torch.float32.itemsize))
-        return (
+                size_of_sums = max(size, torch.float32.itemsize)
+                nbytes += count * (size if self.make_sums is None else size_of_sums)
+                shard_bytes += local(sharded.sharded_param).numel() * size_of_sums
+        said = (
             f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each keeps the sum of its "
             "shard only. With set_requires_gradient_sync(False) before the last, or `with "
             "optimizer.accumulate(model):`, gradients go over the wire once a window, and their unsharded "
             f"sums are kept until then: up to {nbytes:,} bytes on each rank"
         )
+        if not all(map(hybrid.is_hybrid, groups)):
+            return said
+        return (
+            f"{said}. With `accumulate(model, defer='all_reduce')`, only the all-reduce over replicas waits "
+            f"until the end of a window, and sums of shards are kept: {shard_bytes:,} bytes on this rank"
+        )
 
 
 @contextlib.contextmanager
-def synchronising(model: Any, last: bool) -> Iterator[None]:
-    """Context for one micro-batch of an FSDP2 module, which synchronises only if it is the window's last."""
-    model.set_requires_gradient_sync(last)
+def synchronising(model: Any, *, reduces: bool, all_reduces: bool) -> Iterator[None]:
+    """Context for one micro-batch of an FSDP2 module.
+
+    reduces: whether gradients are reduced. all_reduces: whether they are also reduced over replicas.
+    """
+    model.set_requires_gradient_sync(reduces)
+    model.set_requires_all_reduce(all_reduces)
     try:
         yield
     finally:
@@ -349,14 +370,28 @@ def is_fsdp(model: Any) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
-def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Yield the modules of this process that `fully_shard` was applied to, with their states."""
-    from torch.distributed.fsdp import FSDPModule
-
-    states: dict[torch.nn.Module, Any] = composable_states()._module_state_mapping
-    for module, reference in list(states.items()):
-        if isinstance(module, FSDPModule):
-            yield module, reference()
+def check_hybrid(model: Any) -> None:
+    """Raise ValueError unless all parameters of the module are sharded on meshes of two dimensions."""
+    allowed = (
+        "allowed: a module to which fully_shard(module, mesh=mesh) was applied with a mesh of two "
+        "dimensions, replicas and shards (hybrid sharding), or defer='all' or 'none'"
+    )
+    if not (isinstance(model, torch.nn.Module) and is_fsdp(model)):
+        raise ValueError(f"defer='all_reduce' does not support model={type(model).__name__}; {allowed}")
+    why = _missing()
+    if why:
+        raise ValueError(f"defer='all_reduce' does not work here: {why}; allowed: 'all' and 'none'")
+    inside = set(model.modules())
+    for group in (group for module, state in fsdp_states() if module in inside for group in groups_of(state)):
+        if not hybrid.is_hybrid(group):
+            name = next((n for n, m in model.named_modules() if m in group.modules), "")
+            raise ValueError(
+                f"defer='all_reduce' does not support module {name!r} of the model: its mesh has one "
+                f"dimension, of {_ranks(group)} ranks; {allowed}"
+            )
+        why = hybrid.why_not(group)
+        if why:
+            raise ValueError(f"defer='all_reduce' does not work here: {why}; allowed: 'all' and 'none'")
 
 
 def _missing() -> str:
@@ -364,11 +399,11 @@ def _missing() -> str:
     why = missing("FSDP2 registry", composable_states())
     if why:
         return why
-    for _, state in _states():
+    for _, state in fsdp_states():
         why = missing("FSDP2 state", state) or missing("FSDP2 context", state._state_ctx)
         if why:
             return why
-        for group in _groups_of(state):
+        for group in groups_of(state):
             why = missing("FSDP2 group", group) or missing("FSDP2 mesh", group.mesh_info)
             if why:
                 return why
@@ -388,7 +423,7 @@ def _end_backward(state: Any, *, reduces: bool = True) -> None:
             `reset_iter_state()` does, which torch 2.10 does not have.
     """
     context = state._state_ctx
-    groups = [] if reduces else [group for other in context.all_states for group in _groups_of(other)]
+    groups = [] if reduces else [group for other in context.all_states for group in groups_of(other)]
     former_flags = [(group, group.reduce_grads, group.reshard_after_backward) for group in groups]
     is_last = context.is_last_backward
     context.is_last_backward = True
@@ -408,19 +443,6 @@ def _end_backward(state: Any, *, reduces: bool = True) -> None:
             group.reshard_after_backward = reshard_after_backward
 
 
-def sums_apart(sharded: Any) -> bool:
-    """Whether FSDP2 keeps sums in `unsharded_accumulated_grad`. Since torch 2.15 it keeps them in p.grad."""
-    return not isinstance(getattr(type(sharded), "unsharded_accumulated_grad", None), property)
-
-
-def wire_dtype(group: Any) -> torch.dtype:
-    """Return the dtype in which FSDP2 reduces the gradients of a group."""
-    sharded = group.fsdp_params[0]
-    if hasattr(sharded, "unsharded_grad_dtype"):  # torch 2.15
-        return sharded.unsharded_grad_dtype or sharded.orig_dtype
-    return sharded.reduce_dtype or sharded._unsharded_param.dtype
-
-
 def _grad_dtypes(group: Any, param: Tensor) -> list[_GradDtype]:
     """Return the dtype that FSDP2 gives the gradients of this parameter; nothing before torch 2.15.
 
@@ -431,14 +453,6 @@ def _grad_dtypes(group: Any, param: Tensor) -> list[_GradDtype]:
         for sharded in group.fsdp_params
         if sharded.sharded_param is param and hasattr(sharded, "sharded_grad_dtype")
     ]
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module's state."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-    return [] if group is None else [group]
 
 
 def _process_groups(info: Any) -> list[Any]:

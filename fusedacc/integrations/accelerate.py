@@ -177,7 +177,10 @@ class CountedOptimizer(AcceleratedOptimizer):
         )
 
     def accumulate(
-        self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        weight: float | Tensor | None = None,
+        defer: str = "all",
     ) -> contextlib.AbstractContextManager[MicroBatch]:
         """`AccumulatingOptimizer.accumulate`, instead of `Accelerator.accumulate`.
 
@@ -186,7 +189,8 @@ class CountedOptimizer(AcceleratedOptimizer):
         """
         _check_steps(self.gradient_state.num_steps)
         # Without the model it synchronizes gradients, and those that were waiting.
-        return self.optimizer.accumulate(None if self._ends_loader() else model, weight)
+        is_last = self._ends_loader() and defer == "all"
+        return self.optimizer.accumulate(None if is_last else model, weight, defer)
 
 
 def _is_counted(item: Any) -> bool:

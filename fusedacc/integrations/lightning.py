@@ -29,14 +29,19 @@ class AccumulationCallback(Callback):
     Then `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
     `interval="step"` count updates. `on_before_optimizer_step` is called for updates only,
     `on_before_zero_grad` and `optimizer_zero_grad` once per window. The last batch of an epoch updates from a
-    partly filled window, before schedulers and validation. In manual optimization the module calls `step()`
-    on every micro-batch; `global_step` and the flush work the same.
+    partly filled window, before schedulers and validation; with `carry_over=True` only that of the last epoch
+    does. In manual optimization the module calls `step()` on every micro-batch; `global_step` and the flush
+    work the same.
 
     With `strategy="ddp"` the optimizers reduce the gradients over the processes, once per window.
 
     Args:
         weight: a function from a batch (on its device) to its weight, tokens or samples, for reduction
             "weighted" or "normalized": a number or a 0-dim tensor.
+        carry_over: whether a window that an epoch leaves partly filled continues in the next epoch. The end
+            of training still updates from a partly filled window: in the last batch of the last of
+            `max_epochs`, or, if training is stopped, when its epoch or the training ends. An exception does
+            not update.
 
     Raises (from `Trainer.fit`, before any training):
         TypeError: an optimizer is no `AccumulatingOptimizer`.
@@ -44,8 +49,11 @@ class AccumulationCallback(Callback):
             GradScaler, or has several processes with another strategy than "ddp" or with manual optimization.
     """
 
-    def __init__(self, weight: Callable[[Any], float | Tensor] | None = None) -> None:
+    def __init__(
+        self, weight: Callable[[Any], float | Tensor] | None = None, *, carry_over: bool = False
+    ) -> None:
         self._weight = weight
+        self._carry_over = carry_over
         self._optimizers: list[AccumulatingOptimizer] = []
         self._updates_before = 0
         self._completed_before = 0
@@ -86,7 +94,14 @@ class AccumulationCallback(Callback):
         batches = loop.batch_progress.current
         if batches.processed == batches.ready:
             return self._updates == self._updates_before
-        return not (self._optimizers[0].will_update or loop._num_ready_batches_reached())
+        ends_epoch = loop._num_ready_batches_reached() and not self._carries(loop.trainer)
+        return not (self._optimizers[0].will_update or ends_epoch)
+
+    def _carries(self, trainer: Trainer) -> bool:
+        """Whether a window that the current epoch leaves partly filled continues in the next epoch."""
+        is_last_epoch = trainer.max_epochs != -1 and trainer.current_epoch + 1 >= trainer.max_epochs
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return self._carry_over and not (is_last_epoch or stops)
 
     def _clearing(self, automatic: Any, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
         """Return what Lightning calls before the batch's backward; gradients are cleared when a window
@@ -122,7 +137,8 @@ class AccumulationCallback(Callback):
             _end(trainer, optimizer, "flush")  # the last batch; Lightning's step() after it does nothing
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if not pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        ends_epoch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if ends_epoch and not (pl_module.automatic_optimization or self._carries(trainer)):
             self._flush(trainer)
         steps = _steps(trainer)
         steps.increment_by(
@@ -130,8 +146,16 @@ class AccumulationCallback(Callback):
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._carries(trainer):
+            self._flush_between_batches(trainer)  # if an epoch has ended early
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._flush_between_batches(trainer)  # if training was stopped after a window was carried over
+
+    def _flush_between_batches(self, trainer: Trainer) -> None:
+        """Flush, and count the update in the Trainer and in its schedulers, which no batch does."""
         before = self._updates
-        self._flush(trainer)  # if an epoch has ended early
+        self._flush(trainer)
         if self._updates > before:
             _steps(trainer).increment_by(self._updates - before)
             trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -240,5 +264,6 @@ def _check(trainer: Trainer) -> None:
         )
     loop = trainer.fit_loop.epoch_loop
     automatic = getattr(loop, "automatic_optimization", None)
-    if not (hasattr(loop, "_should_accumulate") and hasattr(automatic, "_make_zero_grad_fn")):
+    has_internals = hasattr(loop, "_should_accumulate") and hasattr(trainer.fit_loop, "_can_stop_early")
+    if not (has_internals and hasattr(automatic, "_make_zero_grad_fn")):
         raise ValueError("this release of Lightning has other internals; tested with 2.6")

@@ -350,6 +350,13 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_partial_reduce_output": "what set_requires_all_reduce(False) keeps; no public name",
         "post_backward": "takes the gradients of a backward pass; no public name",
     },
+    "hybrid FSDP2 group": {
+        "device_handle": "the streams of its device; no public name",
+        "comm_ctx": "the stream on which it adds shards up; no public name",
+    },
+    "hybrid FSDP2 parameter": {
+        "padded_sharded_param_size": "the size of its shard on all ranks; no public name"
+    },
     "reduced FSDP2 group": {"_orig_dtype": "the dtype of reduced gradients; no public name"},
     "FSDP2 mesh": {
         "mesh": "over which ranks it reduces; no public name",

@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..distributed import fsdp, pipelines
+from ..distributed import fsdp, parallel_in, pipelines
 from ..distributed.unattached_ddp import may_defer
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
-from .pipeline_steps import PipelineSteps
+from .pipeline_steps import PipelineSteps, refuse_all_reduce_alone
 from .update import Scaling, Update
+
+#: The values of `accumulate(defer=...)`.
+DEFER = ("all", "all_reduce", "none")
 
 
 class Loop:
@@ -88,6 +91,22 @@ class Loop:
         self._registry.refresh()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.check_update()
+
+    def check_defer(self, defer: str, model: torch.nn.Module | None) -> None:
+        """Raise ValueError if `accumulate()` does not support this `defer` with this model."""
+        if defer not in DEFER:
+            raise ValueError(f"defer={defer!r}; allowed: {', '.join(map(repr, DEFER))}")
+        is_reduced_here = self._accumulation.ranks.parallel is not None or parallel_in(model) is not None
+        if defer == "none" and is_reduced_here and not self._registry.closed:
+            raise ValueError(
+                "defer='none' does not support DistributedDataParallel or the process group of "
+                "data_parallel=, because the wrapper reduces the sums of a whole window; allowed: 'all'. To "
+                "reduce in every micro-batch, give the DistributedDataParallel neither to data_parallel= nor "
+                "to accumulate()"
+            )
+        attached = self._accumulation.attached
+        if defer == "all_reduce" and attached is not None:
+            refuse_all_reduce_alone(attached.schedule())
 
     def collect_for_step(self) -> bool:
         """Return True: a `step()` now would update. There is nothing to collect."""
@@ -296,18 +315,30 @@ class CountedLoop(Loop):
         else:
             super().zero_grad(set_to_none)
 
+    def check_defer(self, defer: str, model: torch.nn.Module | None) -> None:
+        """Raise ValueError if `accumulate()` does not support this `defer` with this model."""
+        super().check_defer(defer, model)
+        if defer == "all_reduce":
+            fsdp.check_hybrid(model)
+
     def around(
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model synchronises only in the window's last micro-batch."""
+        """Return the context in which the model synchronises in the window's last micro-batch, and before it
+        only what `micro.defer` does not defer.
+        """
         window = self._window
         if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
-            synchronises = window.will_update or self._accumulation.shards.must_synchronise
-            return fsdp.synchronising(model, synchronises)
+            is_last = window.will_update or self._accumulation.shards.must_synchronise
+            return fsdp.synchronising(
+                model,
+                reduces=is_last or micro.defer != "all",
+                all_reduces=is_last or micro.defer == "none",
+            )
         # p.grad of several micro-batches cannot be separated if the weight of one is 0.
-        if hasattr(model, "no_sync") and not window.reduction.weighs:
+        if hasattr(model, "no_sync") and micro.defer == "all" and not window.reduction.weighs:
             window.deferred = not window.will_update and may_defer(model)
             if window.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
@@ -397,6 +428,16 @@ class ManualLoop(Loop):
         if self._reduces:
             with launch_events.phase("update"):
                 self._accumulation.publish(ending=False)
+
+    def check_defer(self, defer: str, model: torch.nn.Module | None) -> None:
+        """Raise ValueError if `accumulate()` does not support this `defer` with this model."""
+        super().check_defer(defer, model)
+        if defer == "all_reduce":
+            raise ValueError(
+                "defer='all_reduce' needs a counted loop (gradient_accumulation_steps=k), because in a "
+                "manual loop any micro-batch may be the last; allowed here: 'all' and 'none', and "
+                "model.set_requires_all_reduce(False) before the micro-batches that are not the last"
+            )
 
     @contextlib.contextmanager
     def around(self, model: torch.nn.Module | None, micro: MicroBatch) -> Iterator[None]:

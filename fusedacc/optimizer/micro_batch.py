@@ -27,8 +27,9 @@ class MicroBatch:
         self._weight: float | Tensor | None = None
         #: The object that the weight was set to, to tell whether a tensor on a GPU is set again.
         self._given_weight: Any = None
-        #: Whether it is inside `accumulate(model)`.
-        self.in_model_context = False
+        #: Which part of the gradients' synchronisation waits for the window's last micro-batch: the argument
+        #: `defer` of `accumulate(model)`, or "none" outside.
+        self.defer = "none"
         #: The divisor of gradients inside the `step()` of an attached pipeline schedule. None outside.
         self.schedule_divisor: int | None = None
         if weight is not None:

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from ..distributed import pipelines
 from ..distributed.pipelines import AttachedSchedule
 from .accumulation import Accumulation
 from .update import Update
+
+
+def refuse_all_reduce_alone(schedule: Any) -> NoReturn:
+    """Raise ValueError: a pipeline schedule itself says when FSDP2 reduces, and it reduces over all ranks."""
+    raise ValueError(
+        f"defer='all_reduce' does not support pipeline schedules, and a {type(schedule).__name__} trains the "
+        "parameters: the schedule has FSDP2 reduce over all ranks at once; allowed: 'all' and 'none'"
+    )
 
 
 class PipelineSteps:
@@ -81,7 +89,7 @@ class PipelineSteps:
     def defers(self) -> bool:
         """Whether FSDP2 postpones its reduction: in `accumulate(model)`, except in the last micro-batch."""
         window = self._accumulation.window
-        return window.counted and window.micro.in_model_context and not window.will_update
+        return window.counted and window.micro.defer == "all" and not window.will_update
 
     def captures(self) -> list[Capture]:
         """Return the captures that receive gradients of the parameters and of FSDP2's unsharded ones."""
@@ -124,6 +132,8 @@ class PipelineSteps:
         accumulation = self._accumulation
         registry = self._capture.registry
         trains = pipelines.trains(schedule, self.parameters)
+        if trains and accumulation.window.micro.defer == "all_reduce":
+            refuse_all_reduce_alone(schedule)
         if trains:
             self.why_left = pipelines.why_left(schedule)
         with accumulation.shards.in_schedule():

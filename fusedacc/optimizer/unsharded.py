@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
-from ..distributed.fsdp import sums_apart, takes_float32, wire_dtype
+from ..distributed import hybrid
+from ..distributed.fsdp import takes_float32
+from ..distributed.fsdp_objects import sums_apart, wire_dtype
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_private import missing, runs_as_written
 from .accumulation import Accumulation, Plan
@@ -253,7 +255,7 @@ def _post_backward(
     group = group_reference()
     if group is None:
         return
-    run = functools.partial(type(group).post_backward, group, *arguments)
+    run = functools.partial(hybrid.post_backward, group, *arguments)
     if sums is None:
         run()
     else:

@@ -320,7 +320,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def accumulate(
-        self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        weight: float | Tensor | None = None,
+        defer: str = "all",
     ) -> Iterator[MicroBatch]:
         """Context around one micro-batch: set its weight, and synchronise gradients only in the last one.
 
@@ -333,20 +336,30 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number or a 0-dim tensor; a tensor on a GPU causes no synchronisation. You can also set it
                 later on the yielded object (see `MicroBatch.weight`).
+            defer: which part of the model's synchronisation waits for the window's last micro-batch. "all":
+                nothing is sent before it. "all_reduce", for FSDP2 on a mesh of two dimensions (replicas and
+                shards) in a counted loop: gradients are reduce-scattered inside each replica in every
+                micro-batch, and their sums are all-reduced over the replicas in the last one. These sums are
+                of shards, in float32, or in FSDP2's `reduce_dtype` if that has more bits. "none": gradients
+                are synchronised in every micro-batch. You may change it between micro-batches.
 
         Raises:
-            ValueError: the reduction takes no weights, or the weight is negative or not finite.
+            ValueError: the reduction takes no weights, or the weight is negative or not finite. `defer` is
+                none of these values. It is "all_reduce" without FSDP2 on a mesh of two dimensions, in a
+                manual loop, or with a pipeline schedule. It is "none" with a DistributedDataParallel, or with
+                a process group of `data_parallel=`. Nothing has changed.
             TypeError: the weight is not a number.
             RuntimeError: contexts are nested.
         """
         window = self._window
+        self._loop.check_defer(defer, model)
         self._sync_param_groups(refresh=True)
         if self._parallel is None and window.empty and not self._closed:
             parallel = parallel_in(model)
             if parallel is not None:
                 self.attach(parallel)
         micro = window.open(weight)
-        micro.in_model_context = model is not None
+        micro.defer = "none" if model is None else defer
         try:
             with self._loop.around(model, micro):
                 yield micro

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
-from fusedacc.distributed import fsdp
+from fusedacc.distributed.fsdp_objects import groups_of as groups_of_state
 from fusedacc.kernels import native_module, torch_private
 from fusedacc.kernels.checks import ORDINARY_TYPES
 from fusedacc.planner import plan
@@ -430,7 +430,7 @@ def test_a_window_that_is_disturbed() -> None:
 
 def groups_of(model: nn.Module) -> list[Any]:
     states = [model._get_fsdp_state(), *(block._get_fsdp_state() for block in model.blocks)]
-    return [group for state in states for group in fsdp._groups_of(state)]
+    return [group for state in states for group in groups_of_state(state)]
 
 
 @adds_in_place
@@ -458,7 +458,7 @@ def test_memory(dtype: torch.dtype) -> None:
     share = 0.6 if has_amx() and dtype is LOW else 0.1
     assert held < share * model[0].weight.numel() * dtype.itemsize, held
     optimizer.step(), run(), optimizer.step()
-    groups = fsdp._groups_of(model._get_fsdp_state())
+    groups = groups_of_state(model._get_fsdp_state())
     assert all(each._unsharded_param.grad is None for group in groups for each in group.fsdp_params)
     assert optimizer._accumulation.shards.sums.accumulators.nbytes == 0
 

@@ -22,6 +22,8 @@ OURS = {
     "ours, group": ("counted", "group", {}),
 }
 STOCK = {"stock, each": ("each", "ddp", {}), "stock": ("stock", "ddp", {})}
+#: FSDP2 on two replicas of two shards.
+REPLICAS = {defer: ("counted", "replicas", {"defer": defer}) for defer in ("all", "all_reduce", "none")}
 #: The bytes relative to plain PyTorch's.
 FLOAT32, BFLOAT16 = 1.01, 0.51
 
@@ -30,11 +32,15 @@ FLOAT32, BFLOAT16 = 1.01, 0.51
 def found(world: int) -> tuple[list[dict], str]:
     """Return the results of each rank, and why there was no separate network ("" if there was one)."""
     program = Path(counting_ranks.__file__).read_text()
-    ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
+    ways = {
+        2: STOCK | OURS,
+        3: STOCK | {name: OURS[name] for name in ("ours", "ours, bfloat16")},
+        4: REPLICAS,
+    }
     refusal = ""
     for network in ("alone", "shared"):
         with tempfile.TemporaryDirectory() as folder:
-            arguments = folder, str(world), json.dumps(ways), network
+            arguments = folder, str(world), json.dumps(ways[world]), network
             ended = forked.run(program, *arguments, GLOO_SOCKET_IFNAME="lo")
             if network == "alone" and ended.returncode == counting_ranks.NOT_ALLOWED:
                 refusal = ended.stdout.strip()
@@ -89,6 +95,18 @@ def test_the_formula_gives_what_is_sent(world):
     for scheme, name in zip(wire.SCHEMES, names, strict=True):
         wanted = wire.bytes_per_update(scheme, PARAMETERS, world, STEPS)
         assert sum(sent(world, name)) / world == pytest.approx(wanted, rel=0.01), name
+
+
+def test_what_defer_saves_on_two_replicas_of_two_shards():
+    """A micro-batch that defers the all-reduce sends no shard to the other replica. One that defers all sends
+    only parameters.
+    """
+    all_reduced = 4 * PARAMETERS // 2 * 4  # by the four ranks: in a ring of two, each sends its shards once
+    everything, only_all_reduce, nothing = (sent(4, defer) for defer in REPLICAS)
+    assert nothing[0] - only_all_reduce[0] == pytest.approx(all_reduced, rel=0.01)
+    assert only_all_reduce[0] - everything[0] >= 4 * PARAMETERS // 2 * 4, "reduce-scatter"
+    assert everything[1] == pytest.approx(only_all_reduce[1], rel=0.01)
+    assert everything[1] == pytest.approx(nothing[1], rel=0.01)
 
 
 def test_the_page_shows_the_table_that_is_computed():

@@ -67,6 +67,25 @@ def counted_loops() -> None:
         same_on_both(net)
 
 
+def carried_over() -> None:
+    """Each rank has ten micro-batches an epoch: two and a half windows. Three epochs are seven and a half."""
+    for lengths, weight, options in ((EVEN, None, {}), (RAGGED, case.tokens, {"reduction": "weighted"})):
+        data, net, epochs = case.batches(lengths), case.network(), 3
+        module = Module(net, steps=case.STEPS, **options)
+        runner = case.trainer(
+            epochs,
+            devices=RANKS,
+            strategy="ddp",
+            use_distributed_sampler=False,
+            callbacks=[AccumulationCallback(weight, carry_over=True)],
+        )
+        runner.fit(module, case.loader(own(data)))
+        wanted = case.reference(data * epochs, 1, steps=RANKS * case.STEPS)
+        assert runner.global_step == len(module.rates) == 8
+        assert difference(snapshot(net), snapshot(wanted), snapshot(case.network())) < tolerance(8, 80)
+        same_on_both(net)
+
+
 def as_stock() -> None:
     """With full windows, the Trainer's accumulation over two ranks is correct, and ours equals it."""
     data = case.batches([6] * 16)
@@ -149,6 +168,7 @@ def fabric_loops() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     counted_loops()
+    carried_over()
     as_stock()
     a_checkpoint_of_one_process_is_warned_of()
     manual_optimization_is_refused()

@@ -14,6 +14,7 @@ PACKAGE = Path(fusedacc.__file__).parent
 UNFINISHED = ("optimizer/wrapper.py",)
 #: Private attributes of other libraries' objects: Accelerate, Keras, Lightning, Transformers.
 OF_OTHER_LIBRARIES = {
+    "_can_stop_early",
     "_check_variables_are_known",
     "_experts_implementation",
     "_make_zero_grad_fn",
