@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from . import amp, functional, nn
 from .auditing import audit
+from .nn import Sink, sink
 from .optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "amp", "audit", "functional", "nn"]
+__all__ = ["AccumulatingOptimizer", "Sink", "amp", "audit", "functional", "nn", "sink"]
 __version__ = "0.1.0"
