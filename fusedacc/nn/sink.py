@@ -37,7 +37,7 @@ from .patched_forward import WeightSum
 from .patches import WHOLE_GRADIENTS
 from .stacked import GroupedSum
 
-#: The native functions. Without them there are no sinks.
+#: The native functions. Wrappers without them offer no sinks.
 _native: Any = native_module.loaded()
 
 
@@ -273,13 +273,14 @@ def _break_graph() -> Any:
 
 
 def _check_operand(name: str, tensor: Any, weight: Tensor, *, is_integer: bool = False) -> None:
-    if type(tensor) not in ORDINARY_TYPES or tensor.layout is not torch.strided:
-        kind = f"{type(tensor).__name__} ({tensor.layout})" if isinstance(tensor, Tensor) else repr(tensor)
-        raise TypeError(f"{name} is {kind}; allowed: a dense tensor")
-    if not (is_integer or tensor.is_floating_point()):
-        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: a floating-point dtype")
+    if not is_compiling():  # Dynamo does not know the layouts of a backward's tensors
+        if type(tensor) not in ORDINARY_TYPES or tensor.layout is not torch.strided:
+            given = f"{type(tensor).__name__} ({tensor.layout})" if isinstance(tensor, Tensor) else repr(tensor)
+            raise TypeError(f"{name} is {given}; allowed: a dense tensor")
     if tensor.device != weight.device:
         raise ValueError(f"{name} is on {tensor.device}, but the parameter is on {weight.device}")
+    if not (is_integer or tensor.is_floating_point()):
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: a floating-point dtype")
 
 
 def _check_product(weight: Tensor, left: Tensor, right: Tensor, dims: int) -> None:
@@ -466,7 +467,7 @@ class Sinks:
 
     def follow(self, slots: Iterable[Slot]) -> None:
         """Offer the sums of these slots, unless there is no native engine."""
-        if _native is None:
+        if native_module.module() is None:
             return
         for slot in slots:
             key = id(slot.param)
