@@ -34,7 +34,8 @@ def load(page: str, folder: Path) -> ModuleType:
     file = folder / f"{Path(page).name}_page.py"
     file.write_text("\n\n".join(snippets_of(page)))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Autograd functions outside fusedacc that add the gradients of their weights to sinks, and a model of them."""
+"""Autograd functions that add the gradients of their weights to sinks, and a model that uses them."""
 
 import torch
 from torch import Tensor, nn

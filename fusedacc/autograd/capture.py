@@ -252,10 +252,10 @@ class Capture:
                 return False
         except RuntimeError:  # torch.autograd.grad differentiates with respect to the parameter
             return False
-        if not self.engine.may_write(slot, node):
-            return False
-        backward = self.engine.enter()
-        return backward is not None and backward.captures and not backward.drops
+        if self.engine.may_write(slot, node):
+            backward = self.engine.enter()
+            return backward is not None and backward.captures and not backward.drops
+        return False
 
     @contextmanager
     def opened(self, slot: Slot) -> Iterator[tuple[Tensor, float | Tensor, float]]:
@@ -278,7 +278,8 @@ class Capture:
                     yield gradient, 1.0, 0.0
                     self.accumulators.adder.add_eagerly(slot, gradient, scale)
                 else:
-                    yield opened.accumulator, opened.scale, float(opened.beta)
+                    assert not isinstance(opened.beta, Tensor)
+                    yield opened.accumulator, opened.scale, opened.beta
                     in_place.close(slot, opened)
             except BaseException:
                 self._policy.note_interruption()

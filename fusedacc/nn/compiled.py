@@ -262,10 +262,7 @@ def define(
     return call
 
 
-
-def _define_for_dynamo(
-    name: str, arguments: str, function: Callable[..., Any]
-) -> Callable[..., Any]:
+def _define_for_dynamo(name: str, arguments: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Define an operator as `define` does, and return one that Dynamo can put into a graph. When AOTAutograd
     traces it, it becomes the form that the compiler needs.
     """

@@ -46,7 +46,7 @@ def sink(param: Tensor) -> Sink | None:
     """Return where to add the gradient of a parameter. Call it inside the backward of an autograd function.
 
     Add the gradient to the sink and return None for the parameter. Where `sink` returns None, return the
-    gradient, as without fusedacc:
+    gradient, as without fusedacc. The sink may be used until the backward returns:
 
         sink = fusedacc.sink(weight)
         if sink is None:
@@ -81,7 +81,7 @@ def sink(param: Tensor) -> Sink | None:
     """
     if is_compiling():
         _offer_to_compiler(_SINK)
-        traced = getattr(param, _SINK, None)
+        traced: Any = getattr(param, _SINK, None)
         return _TracedSink(traced) if compiled.is_accumulated(traced, param) else None
     if not isinstance(param, Tensor):
         raise TypeError(f"param is {type(param).__name__}; allowed: a parameter, which is a tensor")
@@ -134,7 +134,8 @@ class Sink:
                 values are checked on a CPU only.
 
         Raises:
-            TypeError: an operand is no dense floating-point tensor, the dtypes differ, or `offs` is not int32.
+            TypeError: an operand is no dense floating-point tensor, the dtypes of left and right differ, or
+                that of `offs` is not int32.
             ValueError: a shape, a device or a value of `offs` does not match.
             RuntimeError: the backward has ended, or the sum is open in `write`.
         """
@@ -196,8 +197,8 @@ class Sink:
         breaks the graph.
 
         Yields:
-            accumulator: a tensor of the parameter's shape. Its strides are usually the parameter's, and may be
-                any without overlaps, in a dtype that `explain()` shows in the column `sum`.
+            accumulator: a tensor of the parameter's shape, in the dtype that `explain()` shows in the column
+                `sum`. Its strides are usually the parameter's. They may be others, but without overlaps.
             scale: a float, or a 0-dim tensor on the accumulator's device.
             beta: a float.
 
@@ -221,8 +222,8 @@ class Sink:
         slot = self._owner.slot
         if current_graph_task() != self._task:
             raise RuntimeError(
-                f"the sink of parameter {slot.name!r} was used after the backward that had asked for it: call "
-                "fusedacc.sink() in each backward"
+                f"the sink of parameter {slot.name!r} was used after the backward that had asked for it: "
+                "call fusedacc.sink() in each backward"
             )
         if self._owner.open_in == self._task:
             raise RuntimeError(
@@ -273,10 +274,11 @@ def _break_graph() -> Any:
 
 
 def _check_operand(name: str, tensor: Any, weight: Tensor, *, is_integer: bool = False) -> None:
-    if not is_compiling():  # Dynamo does not know the layouts of a backward's tensors
-        if type(tensor) not in ORDINARY_TYPES or tensor.layout is not torch.strided:
-            given = f"{type(tensor).__name__} ({tensor.layout})" if isinstance(tensor, Tensor) else repr(tensor)
-            raise TypeError(f"{name} is {given}; allowed: a dense tensor")
+    # Dynamo does not know the layouts of a backward's tensors.
+    if not is_compiling() and (type(tensor) not in ORDINARY_TYPES or tensor.layout is not torch.strided):
+        kind = type(tensor).__name__
+        given = f"{kind} ({tensor.layout})" if isinstance(tensor, Tensor) else repr(tensor)
+        raise TypeError(f"{name} is {given}; allowed: a dense tensor")
     if tensor.device != weight.device:
         raise ValueError(f"{name} is on {tensor.device}, but the parameter is on {weight.device}")
     if not (is_integer or tensor.is_floating_point()):
@@ -367,7 +369,10 @@ class OfferedSum(WeightSum):
         return not capture.accumulators.noise.rounds(self.slot.accumulate_dtype)
 
     def announce(self) -> bool:
-        """Record for the engine and for `explain()` that functions add to the sum. Return whether they may."""
+        """Record for the engine and for `explain()` that functions add to the sum.
+
+        Return whether they may.
+        """
         if self.is_offered:
             self.declare(self.path)
             return True

@@ -50,7 +50,8 @@ def test_a_counted_window_has_the_mean_of_pytorchs_gradients(monkeypatch, dtype)
         assert_close(model, twin, 1 / 3)
         optimizer.step()
         optimizer.zero_grad()
-    assert found and all(found)
+    assert found
+    assert all(found)
     assert " sink " in optimizer.explain()
 
 
@@ -123,6 +124,59 @@ def test_options_of_the_wrapper_apply_to_sinks(monkeypatch, option, on_device):
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     assert_close(model, twin, tolerance=0.1 if "accumulate_dtype" in given else None)
     assert any(found) != (option == "stochastic")
+
+
+@pytest.mark.parametrize("function", [Product, Written])
+def test_a_hook_that_only_looks_sees_the_gradient(function):
+    weight = nn.Parameter(torch.randn(6, 4))
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
+    x = torch.randn(5, 4)
+    function.apply(x, weight).sum().backward()  # from here on the parameter has a path
+    seen = []
+
+    def look(gradient):
+        seen.append(gradient.clone())
+
+    look.only_looks = True
+    weight.register_hook(look)
+    function.apply(x, weight).sum().backward()
+    (gradient,) = seen
+    torch.testing.assert_close(gradient, torch.ones(6, 5) @ x)
+    torch.testing.assert_close(weight.grad, 2 * torch.ones(6, 5) @ x)
+
+
+def test_operands_may_change_although_a_schedule_postpones_products():
+    weight = nn.Parameter(torch.randn(6, 4))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer._capture.postponed = []
+    x = torch.randn(5, 4)
+    Product.apply(x, weight).sum().backward()
+    assert not optimizer._capture.postponed
+    optimizer._capture.postponed = None
+    torch.testing.assert_close(weight.grad, torch.ones(6, 5) @ x)
+
+
+def test_a_write_changes_the_version_of_p_grad():
+    """Autograd then refuses a graph that has saved the former p.grad."""
+    weight = nn.Parameter(torch.randn(6, 4))
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
+
+    class Hidden(Written):
+        @staticmethod
+        def backward(ctx, grad):
+            with fusedacc.sink(ctx.saved_tensors[1]).write() as (accumulator, _scale, beta):
+                values = accumulator.numpy()  # a kernel's write, of which PyTorch knows nothing
+                values[:] = (values if beta else 0.0) + 1.0
+            return None, None
+
+    x = torch.randn(5, 4)
+    Hidden.apply(x, weight).sum().backward()
+    factor = torch.ones(6, 4, requires_grad=True)
+    product = (factor * weight.grad).sum()
+    Hidden.apply(x, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((6, 4), 2.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 def test_weight_zero_adds_nothing_even_if_the_gradient_is_nan():

@@ -42,8 +42,18 @@ def offsets(*ends: int, dtype=torch.int32) -> torch.Tensor:
 ones = torch.ones
 #: The parameter's shape, the use, the exception, and words of its message.
 WRONG = {
-    "product columns": ((6, 4), lambda s: s.add_product(ones(5, 4), ones(5, 4)), ValueError, r"left.*\(5, 4\)"),
-    "product right": ((6, 4), lambda s: s.add_product(ones(5, 6), ones(5, 6)), ValueError, r"right.*\(5, 6\)"),
+    "product columns": (
+        (6, 4),
+        lambda s: s.add_product(ones(5, 4), ones(5, 4)),
+        ValueError,
+        r"left.*\(5, 4\)",
+    ),
+    "product right": (
+        (6, 4),
+        lambda s: s.add_product(ones(5, 6), ones(5, 6)),
+        ValueError,
+        r"right.*\(5, 6\)",
+    ),
     "product rows": ((6, 4), lambda s: s.add_product(ones(5, 6), ones(3, 4)), ValueError, "5 rows.* 3"),
     "product dimensions": ((6, 4), lambda s: s.add_product(ones(1, 5, 6), ones(1, 5, 4)), ValueError, "left"),
     "product dtypes": (
@@ -53,7 +63,12 @@ WRONG = {
         "float32.*float16",
     ),
     "product integers": ((6, 4), lambda s: s.add_product(ones(5, 6).int(), ones(5, 4)), TypeError, "int32"),
-    "product sparse": ((6, 4), lambda s: s.add_product(ones(5, 6).to_sparse(), ones(5, 4)), TypeError, "left"),
+    "product sparse": (
+        (6, 4),
+        lambda s: s.add_product(ones(5, 6).to_sparse(), ones(5, 4)),
+        TypeError,
+        "left",
+    ),
     "product meta": (
         (6, 4),
         lambda s: s.add_product(ones(5, 6, device="meta"), ones(5, 4)),
@@ -96,7 +111,12 @@ WRONG = {
     "rows negative": ((6, 4), lambda s: s.add_rows(torch.tensor([-1]), ones(1, 4)), IndexError, "-1"),
     "rows floats": ((6, 4), lambda s: s.add_rows(ones(1), ones(1, 4)), TypeError, "float32"),
     "rows shape": ((6, 4), lambda s: s.add_rows(torch.tensor([1, 2]), ones(1, 4)), ValueError, "rows"),
-    "rows of a stack": ((2, 4, 8), lambda s: s.add_rows(torch.tensor([1]), ones(1, 8)), ValueError, "features"),
+    "rows of a stack": (
+        (2, 4, 8),
+        lambda s: s.add_rows(torch.tensor([1]), ones(1, 8)),
+        ValueError,
+        "features",
+    ),
     "gradient shape": ((6, 4), lambda s: s.add(ones(4, 6)), ValueError, r"\(4, 6\)"),
     "gradient dtype": ((6, 4), lambda s: s.add(ones(6, 4).long()), TypeError, "int64"),
     "gradient complex": ((6, 4), lambda s: s.add(ones(6, 4, dtype=torch.cfloat)), TypeError, "complex"),
@@ -223,7 +243,8 @@ def test_without_the_native_engine_there_are_no_sinks(monkeypatch):
     twin = twin_of(model)
     for net in (model, twin):
         loss_of(net).backward()
-    assert found and not any(found)
+    assert found
+    assert not any(found)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
     x = torch.randn(5, 8)

@@ -39,7 +39,11 @@ class Adding(Model):
 def assert_close(model, twin, scale: float = 1.0) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(
-            ours.grad.double(), theirs.grad * scale, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            ours.grad.double(),
+            theirs.grad * scale,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
@@ -60,7 +64,8 @@ def test_one_graph_has_the_gradients_of_pytorch(backend):
         optimizer.step()
         optimizer.zero_grad()
     shown = optimizer.explain()
-    assert shown.count(" sink ") == 4 and "compiled" in shown
+    assert shown.count(" sink ") == 4
+    assert "compiled" in shown
 
 
 def test_a_graph_serves_later_wrappers_and_follows_close(monkeypatch):
@@ -155,7 +160,7 @@ def test_wrong_shapes_raise():
     class Wrong(Scaled):
         @staticmethod
         def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
+            _x, weight = ctx.saved_tensors
             fusedacc.sink(weight).add(grad)
             return grad * weight, None
 
@@ -202,7 +207,9 @@ def test_grouped_products_in_bfloat16():
     weight = nn.Parameter(torch.randn(3, 8, 8).bfloat16())
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2, reduction="sum")
     offs = torch.tensor([2, 2, 6], dtype=torch.int32)
-    function = torch.compile(lambda x: (Grouped.apply(x, weight, offs) * 2).float().exp().sum(), fullgraph=True)
+    function = torch.compile(
+        lambda x: (Grouped.apply(x, weight, offs) * 2).float().exp().sum(), fullgraph=True
+    )
     wanted = torch.zeros(3, 8, 8)
     for seed in range(2):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).bfloat16().requires_grad_()
@@ -234,4 +241,5 @@ def test_linear_in_one_graph(backend):
             optimizer.step()
     for ours, theirs in zip((weight, bias), twins, strict=True):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
-    assert " gemm " in optimizer.explain() and "compiled" in optimizer.explain()
+    assert " gemm " in optimizer.explain()
+    assert "compiled" in optimizer.explain()
