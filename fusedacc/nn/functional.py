@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import linear_cross_entropy
-from .sink import linear_into_sum
+from .sinks import linear_into_sum
 from .stacked import grouped_product, plain_of
 
 __all__ = ["grouped_linear", "linear", "linear_cross_entropy"]

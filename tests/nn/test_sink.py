@@ -348,6 +348,36 @@ def test_autograd_grad_returns_the_gradient_and_adds_nothing():
     assert_close(model, twin)
 
 
+class Transformable(torch.autograd.Function):
+    """`Product` for transforms of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = Product.backward
+
+
+def test_transforms_of_torch_func_have_no_sinks(monkeypatch):
+    found = count_sinks(monkeypatch)
+    weight = nn.Parameter(torch.randn(6, 4))
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0))
+    x = torch.randn(3, 5, 4)
+    of_first = torch.func.grad(lambda weight: Transformable.apply(x[0], weight).sum())(weight)
+    torch.testing.assert_close(of_first, torch.ones(6, 5) @ x[0])
+    assert weight.grad is None
+    torch.vmap(lambda rows: Transformable.apply(rows, weight))(x).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.ones(6, 15) @ x.flatten(0, 1))
+    assert len(found) == 2
+    assert not any(found)
+
+
 def test_ignored_backwards_do_not_count():
     model = Model()
     optimizer = wrap(model, 2)

@@ -28,6 +28,7 @@ from ..kernels.torch_private import (
     assume_constant_result,
     current_graph_task,
     disable_dynamo,
+    innermost_transform,
     runs_as_written,
 )
 from . import compiled
@@ -58,7 +59,8 @@ def sink(param: Tensor) -> Sink | None:
 
     - No live `AccumulatingOptimizer` has the parameter, or there is no native engine.
     - Something needs the gradient itself: a hook on the parameter, `create_graph=True`,
-      `torch.autograd.grad`, a reducer of ranks that the wrapper does not know, anomaly detection.
+      `torch.autograd.grad`, a transform of torch.func, a reducer of ranks that the wrapper does not know,
+      anomaly detection.
     - The gradient does not count: the parameter was frozen, is not among the `inputs=` of `backward()`, the
       pass is inside `ignore()`, or the micro-batch has weight 0.
     - The gradient needs Python's or PyTorch's own handling: stochastic rounding, a complex or sparse
@@ -85,6 +87,8 @@ def sink(param: Tensor) -> Sink | None:
         return _TracedSink(traced) if compiled.is_accumulated(traced, param) else None
     if not isinstance(param, Tensor):
         raise TypeError(f"param is {type(param).__name__}; allowed: a parameter, which is a tensor")
+    if innermost_transform() is not None:  # torch.func, vmap, ...
+        return None
     found = _sum_of(param, _SINK) or _sum_of(_parameter_behind(param), _SINK)
     return None if found is None else found.sink()
 
