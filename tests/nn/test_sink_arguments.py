@@ -211,28 +211,27 @@ def test_what_write_yields():
     assert not any(entry[-1] for entry in seen)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_write_yields_numbers_for_beta_and_deferred_scales_apply(on_device):
-    """A first gradient becomes the sum with its scale deferred, and `write` gets the scale as beta."""
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_deferred_scale_is_the_beta_of_write_if_it_is_a_number(is_tensor):
+    """A first gradient becomes the sum, with its scale deferred."""
     weight = nn.Parameter(torch.zeros(6, 4))
-    options = {"reduction": "weighted"} if on_device else {}
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2, **options)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
     betas = []
 
     def use(sink):
         with sink.write() as (accumulator, scale, beta):
-            assert not isinstance(beta, torch.Tensor)
             betas.append(beta)
             accumulator.mul_(beta).add_(scale * ones(6, 4))
 
-    for _ in range(2):
-        micro = {"weight": torch.tensor(3.0)} if on_device else {}
-        with optimizer.accumulate(**micro):
-            (weight * 2).sum().backward()
-            Asking.apply(weight, use).backward()
-            optimizer.step()
-    torch.testing.assert_close(weight.detach(), -3 * ones(6, 4))
-    assert on_device or betas[0] == 0.5
+    (weight * 2).sum().backward()
+    (slot,) = optimizer._slots
+    assert slot.beta == 0.5
+    if is_tensor:
+        slot.beta = torch.tensor(0.5)  # as with a loss scale on a GPU
+    Asking.apply(weight, use).backward()
+    assert betas == [1.0 if is_tensor else 0.5]
+    assert not isinstance(betas[0], torch.Tensor)
+    assert torch.equal(slot.accumulator, 1.5 * ones(6, 4))
 
 
 def test_without_the_native_engine_there_are_no_sinks(monkeypatch):
