@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 
 def wrap(params, steps=None, **options):
-    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1), steps, **options)
+    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1, fused=True), steps, **options)
 
 
 def assert_close(params, twins, tolerance: float, scale: float = 1.0) -> None:
