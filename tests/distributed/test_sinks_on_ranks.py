@@ -142,6 +142,7 @@ def test_fsdp2_with_deferred_reduction(steps: int | None, low: bool) -> None:
         assert_means(model, twin, 0.03 if low else 1e-5)
         optimizer.step()
         optimizer.zero_grad()
+    assert optimizer.explain().count(" sink ") == 4
 
 
 @on_each_rank(2)

@@ -1,6 +1,7 @@
 """`fusedacc.sink`: autograd functions outside fusedacc add to the sums, with PyTorch's gradients."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -362,6 +363,35 @@ class Transformable(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     backward = Product.backward
+
+
+@pytest.mark.parametrize("steps", [None, 100])
+def test_several_threads_add_at_the_same_time(steps):
+    model = Model()
+    _optimizer = wrap(model, steps, reduction="sum")
+    twin = twin_of(model)
+    losses = [[loss_of(model, 10 * thread + index) for index in range(10)] for thread in range(3)]
+
+    def run(of_thread):
+        for loss in of_thread:
+            loss.backward()
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in range(3):
+        for index in range(10):
+            loss_of(twin, 10 * thread + index).backward()
+    if steps:
+        _optimizer._capture.add_pending(_optimizer._slots)
+        for slot, theirs in zip(_optimizer._slots, twin.parameters(), strict=True):
+            found = slot.accumulator.double() * slot.beta
+            error = (found - theirs.grad).abs().max() / theirs.grad.abs().max()
+            assert error < 1e-4
+    else:
+        assert_close(model, twin, tolerance=1e-4)
 
 
 def test_transforms_of_torch_func_have_no_sinks(monkeypatch):
