@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import amp, functional, nn
     from .auditing import audit
+    from .nn import Sink, sink
     from .optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "amp", "audit", "functional", "nn"]
+__all__ = ["AccumulatingOptimizer", "Sink", "amp", "audit", "functional", "nn", "sink"]
 __version__ = "0.1.0"
 
 #: Where public names are defined that are no modules of this package.
-_DEFINED_IN = {"AccumulatingOptimizer": "optimizer", "audit": "auditing"}
+_DEFINED_IN = {"AccumulatingOptimizer": "optimizer", "Sink": "nn", "audit": "auditing", "sink": "nn"}
 
 
 def __getattr__(name: str) -> Any:

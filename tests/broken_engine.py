@@ -475,5 +475,78 @@ tests/optimizer/test_middle_of_window.py tests/accumulators/test_p_grad.py
 # without the engine, hooks are traced inside a compiled function
 -        @runs_as_written
          def before
+fusedacc/nn: tests/nn/test_sink.py tests/nn/test_sink_arguments.py tests/nn/test_functional_linear.py
+# a hook that only looks does not see what a sink's kernel adds
+-if slot.param._backward_hooks or not capture
++if not capture
+# activation checkpointing has no sinks
+- or _sum_of(_parameter_behind(param), _SINK)
++
+# functions add to sums that are rounded stochastically
+-return not capture.accumulators.noise.rounds(self.slot.accumulate_dtype)
++return True
+# a parameter has a sink in a function that did not get it
+-if capture is None or node is None or not
++node = node or capture.registry.nodes[slot]
++        if capture is None or not
+# a vmapped backward adds to a sink
+-if innermost_transform() is not None:  # torch.func, vmap, ...
++if False:
+# a sink is used after its backward
+-if current_graph_task() != self._task:
++if False:
+# a sum that is open takes another gradient
+-if self._owner.open_in == self._task:
++if False:
+# a sink's product waits for W of a schedule
+-    operands_stay = False
+# a wider gradient is rounded to the parameter's dtype
+-if (gradient.dtype, dtype) not in PAIRS:
++if gradient.dtype is not self.slot.param.dtype:
+# offsets beyond the rows reach a kernel
+-        _check_ends(offs, left.shape[0])
+# indices beyond the rows reach a kernel
+-        _check_indices(indices, self._weight.shape[0])
+# functional.linear leaves all gradients to PyTorch
+-if found is None or weight.dim() != 2
++if True
+fusedacc/nn: tests/nn/test_sink_compiled.py
+# a graph adds to the sum of a wrapper that is closed
+-                slot.param.__dict__.pop(attribute, None)
+# a graph that was traced before a wrapper never adds to its sums
+-            for attribute in _traced:
+-                self.offer_to_compiler(key, attribute)
+fusedacc/autograd: tests/nn/test_sink.py tests/nn/test_sink_arguments.py
+# a sink adds what torch.autograd.grad asks for
+-        except RuntimeError:  # torch.autograd.grad differentiates with respect to the parameter
+-            return False
++        except RuntimeError:
++            pass
+# a sink adds where autograd handles the backward pass
+-return backward is not None and backward.captures and not backward.drops
++return backward is not None and not backward.drops
+# a sink adds what has weight 0
+-return backward is not None and backward.captures and not backward.drops
++return backward is not None and backward.captures
+# an exception in a sink's context leaves no taint
+-                self._policy.note_interruption()
+# the sum of the first gradient is lost
+-                    in_place.close(slot, opened)
+fusedacc/accumulators: tests/nn/test_sink.py tests/nn/test_sink_arguments.py
+# beta is a tensor that a kernel would have to wait for
+-elif of_whole and not (any_layout and isinstance(slot.beta, Tensor)):
++elif of_whole:
+# a kernel's write leaves the version of p.grad
+-        elif self._grads.exposed:
+-            increment_version([opened.total])
+# a sum of another dtype is given to a kernel
+-    if not slot.fits(into):
+-        return False
+-    if any_layout
++    if any_layout
+fusedacc/optimizer: tests/distributed/test_sinks_on_ranks.py
+# under FSDP2, an exception in a sink's context leaves no taint
+-        if window is not None:
+-            window.note_interruption()
 """
 )

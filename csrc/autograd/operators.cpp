@@ -584,6 +584,7 @@ void define_functions(py::module_& module) {
   module.def("try_embedding", &try_embedding, without_gil);
   module.def("grouped", &grouped, without_gil);
   module.def("selected", &selected, without_gil);
+  module.def("try_add_product", &run_add_product, without_gil);
   module.def("define_operators", &define_operators);
 }
 

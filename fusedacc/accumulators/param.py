@@ -29,11 +29,13 @@ class Path(str, enum.Enum):
     """How a parameter's gradient reaches its accumulator; `explain()` has a table with an entry for each."""
 
     #: A module adds inside its backward pass: a Linear's product, experts' products, the rows that an
-    #: Embedding looked up, or the slices of a language model's head.
+    #: Embedding looked up, or the slices of a language model's head. Or code outside fusedacc does, through
+    #: `fusedacc.sink`.
     GEMM = "gemm"
     GROUPED = "grouped"
     EMBEDDING = "embedding"
     HEAD = "head"
+    SINK = "sink"
     #: One launch for many gradients; FSDP2: the same for the shards' gradients.
     MULTI_TENSOR = "multi_tensor"
     FSDP2 = "fsdp2"
@@ -44,7 +46,7 @@ class Path(str, enum.Enum):
 
 
 #: The paths on which modules add.
-MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING, Path.HEAD)
+MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING, Path.HEAD, Path.SINK)
 
 
 def check_backend(lane: Lane, backend: str) -> None:

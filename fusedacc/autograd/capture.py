@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +208,7 @@ class Capture:
         by_rows: bool = False,
         part: int | None = None,
         may_wait: bool = False,
+        any_layout: bool = False,
     ) -> bool:
         """Let a module's backward add its weight's gradient to the sum, if that is safe.
 
@@ -216,8 +217,8 @@ class Capture:
 
         node: the weight's AccumulateGrad node in the running graph, or None. write: adds the gradient. It is
         called at most once, with the accumulator, the gradient's scale, and a factor by which to multiply the
-        accumulator first (0 if it holds nothing yet). by_rows, part: as in `InPlaceWriter.write`. may_wait:
-        whether `write` may also be called after the backward pass.
+        accumulator first (0 if it holds nothing yet). by_rows, part, any_layout: as in `InPlaceWriter.write`.
+        may_wait: whether `write` may also be called after the backward pass.
         """
         try:
             if node is not None and not will_run(node):
@@ -239,7 +240,50 @@ class Capture:
                 stream = current_raw_stream(slot.lane[0].index) if slot.on_cuda else 0
                 self._postponed.append(PostponedProduct(slot, write, scale, stream))
                 return True
-            return self.accumulators.in_place.write(slot, write, scale, by_rows, part)
+            return self.accumulators.in_place.write(slot, write, scale, by_rows, part, any_layout)
+
+    def will_take_in_place(self, slot: Slot, node: Any) -> bool:
+        """Whether a backward may add the gradient of this parameter to the sum, and the gradient counts.
+
+        node: as in `take_in_place`. Begins the backward pass if this is its first gradient.
+        """
+        try:
+            if not will_run(node):
+                return False
+        except RuntimeError:  # torch.autograd.grad differentiates with respect to the parameter
+            return False
+        if self.engine.may_write(slot, node):
+            backward = self.engine.enter()
+            return backward is not None and backward.captures and not backward.drops
+        return False
+
+    @contextmanager
+    def opened(self, slot: Slot) -> Iterator[tuple[Tensor, float | Tensor, float]]:
+        """Context in which the caller adds a gradient to the slot's sum. Call it after `will_take_in_place`.
+
+        Yields an accumulator, the gradient's scale and the accumulator's factor, as `take_in_place` passes
+        them to `write`; the factor is a number. An exception in the context taints the window.
+        """
+        in_place = self.accumulators.in_place
+        with self.engine.lock:
+            backward = self._enter(slot)
+            backward.added = True
+            scale = self._scale(backward)
+            in_place.complete([slot])
+            opened = in_place.open(slot, scale, any_layout=True)
+            try:
+                if opened is None:  # the user has put another kind of tensor into p.grad
+                    device, _, dtype = slot.lane
+                    gradient = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)
+                    yield gradient, 1.0, 0.0
+                    self.accumulators.adder.add_eagerly(slot, gradient, scale)
+                else:
+                    assert not isinstance(opened.beta, Tensor)
+                    yield opened.accumulator, opened.scale, opened.beta
+                    in_place.close(slot, opened)
+            except BaseException:
+                self._policy.note_interruption()
+                raise
 
     def compute_postponed(self, postponed: list[PostponedProduct]) -> None:
         """Compute the postponed products of a backward pass in their order, and empty the list."""

@@ -3,5 +3,6 @@
 from . import functional
 from .kept_cast import KeptCasts
 from .patches import Replacements, name_slots
+from .sinks import Sink, Sinks, sink
 
-__all__ = ["KeptCasts", "Replacements", "functional", "name_slots"]
+__all__ = ["KeptCasts", "Replacements", "Sink", "Sinks", "functional", "name_slots", "sink"]

@@ -118,11 +118,15 @@ def accumulates(traced: Any, weight: Tensor) -> bool:
     Dynamo traces this function, and compiles again when a value that it reads has changed. If Dynamo reaches
     an object in two ways, it compares both in a Python guard. The direct imports in this file avoid that.
     """
+    return is_grad_enabled() and is_accumulated(traced, weight)
+
+
+def is_accumulated(traced: Any, weight: Tensor) -> bool:
+    """The same in a backward that Dynamo is tracing."""
     return (
         isinstance(traced, Traced)
         # The module may have another parameter now, or functional_call may replace it.
         and weight is traced.weight
-        and is_grad_enabled()
         and weight.requires_grad
         and len(traced.hooks) == 0
         and len(ignoring) == 0
@@ -209,6 +213,10 @@ def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> N
     add(holder_of(ticket), whole, "add_products", left, right, offs)
 
 
+def _add_gradient(ticket: Tensor, gradient: Tensor) -> None:
+    add(holder_of(ticket), lambda: gradient, "add_gradient", gradient)
+
+
 def _add_part(ticket: Tensor, gradient: Tensor, at: Tensor | None, index: int) -> None:
     holder = holder_of(ticket)
     shape = holder.slot.param.shape
@@ -254,9 +262,22 @@ def define(
     return call
 
 
-define("add_product", "Tensor left, Tensor right", _add_product)
-define("add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows)
-define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+def _define_for_dynamo(name: str, arguments: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an operator as `define` does, and return one that Dynamo can put into a graph. When AOTAutograd
+    traces it, it becomes the form that the compiler needs.
+    """
+    in_right_form = define(name, arguments, function)
+    _library.define(f"{name}_in_either_form(Tensor(a!) ticket, {arguments}) -> ()")
+    _library.impl(f"{name}_in_either_form", in_right_form, "CompositeImplicitAutograd")
+    return getattr(_operators, f"{name}_in_either_form").default
+
+
+add_product = _define_for_dynamo("add_product", "Tensor left, Tensor right", _add_product)
+add_rows = _define_for_dynamo(
+    "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
+)
+add_grouped = _define_for_dynamo("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+add_gradient = _define_for_dynamo("add_gradient", "Tensor gradient", _add_gradient)
 define("add_part", "Tensor gradient, Tensor? at, int index", _add_part)
 for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)

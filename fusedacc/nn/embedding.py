@@ -14,7 +14,7 @@ from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.lists import accumulate_rows_
 from . import compiled
-from .patched_forward import PATCHED, TRACED, PatchedForward
+from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum
 
 #: The native functions. Without them no module is patched.
 _native: Any = native_module.loaded()
@@ -32,18 +32,16 @@ class Options(NamedTuple):
     sparse: bool
 
 
-class PatchedEmbedding(PatchedForward):
-    """An `nn.Embedding`: weight (rows, features)."""
-
-    path = "embedding"
+class RowSum(WeightSum):
+    """The sum of a weight (rows, features), to which gradients of rows are added."""
 
     def add_rows(
         self, node: Any, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool
     ) -> bool:
         """Try to add gradients of rows to the sum, and return whether the gradient needs no further work.
 
-        node: as in `Capture.take_in_place`. padding (-1 for none), by_frequency: of the module at the time of
-        the forward.
+        node: as in `Capture.take_in_place`. padding: a row that gets no gradient, or -1. by_frequency:
+        whether a row gets the mean of its gradients.
         """
 
         def write(total: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
@@ -58,6 +56,12 @@ class PatchedEmbedding(PatchedForward):
             )
 
         return self.accumulate_in_place(node, write, (gradients,), by_rows=True)
+
+
+class PatchedEmbedding(PatchedForward, RowSum):
+    """An `nn.Embedding`: weight (rows, features)."""
+
+    path = "embedding"
 
     def output(self, input: Any, weight: Any, options: Options) -> Tensor | None:
         """Return the module's output for the weight and options that it has now.

@@ -6,9 +6,33 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import linear_cross_entropy
+from .sinks import linear_into_sum
 from .stacked import grouped_product, plain_of
 
-__all__ = ["grouped_linear", "linear_cross_entropy"]
+__all__ = ["grouped_linear", "linear", "linear_cross_entropy"]
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute input @ weight.T + bias, as `torch.nn.functional.linear`.
+
+    If an `AccumulatingOptimizer` has the weight, with or without `model=`, the backward adds the weight's
+    gradient to its sum, as `model=` does for Linear modules. Any other weight gets the gradient of
+    `torch.nn.functional.linear`, bit for bit. Output and input gradient are always bit-identical to that
+    function's.
+
+    Args:
+        input: (..., in), in the weight's dtype. Under autocast it is cast, and so is the weight.
+        weight: (out, in): the parameter itself.
+        bias: (out), or None.
+
+    Returns:
+        (..., out).
+
+    Raises:
+        RuntimeError: as `torch.nn.functional.linear`.
+    """
+    output = linear_into_sum(input, weight, bias)
+    return torch.nn.functional.linear(input, weight, bias) if output is None else output
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

@@ -25,15 +25,12 @@ from ..kernels.dtypes import PAIRS, Number
 from ..kernels.softmax import Gradients, Head, Options
 from ..kernels.torch_private import runs_as_written
 from . import compiled
-from .kept_cast import CastFunction, KeptCasts
+from .kept_cast import CastFunction
 from .patched_forward import TRACED, WeightSum
 
 
 class HeadSum(WeightSum):
     """The sum of a weight (classes, width). `head_of` finds it while it exists."""
-
-    #: Keeps the weight's autocast cast over a window; None: casts are not kept.
-    kept: KeptCasts | None = None
 
     def __init__(self, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)

@@ -22,7 +22,7 @@ from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.torch_private import frame_compiler
 from . import compiled
-from .patched_forward import PATCHED, TRACED, PatchedForward
+from .patched_forward import PATCHED, TRACED, PatchedForward, WeightSum
 
 #: The native functions. Without them no module is patched.
 _native: Any = native_module.loaded()
@@ -33,7 +33,7 @@ OTHER_BIAS = (
 
 
 class LatestProduct(NamedTuple):
-    """The arguments and the result of the last call of `PatchedLinear.product`, and the parameter's lane."""
+    """The arguments and the result of the last call of `ProductSum.product`, and the parameter's lane."""
 
     lane: Lane | None
     operand: torch.dtype | None
@@ -51,18 +51,16 @@ class LatestCast(NamedTuple):
 _NO_PRODUCT = LatestProduct(None, None, -1, None)
 
 
-class PatchedLinear(PatchedForward):
-    """Replaces the forward of an `nn.Linear` with weight (out, in)."""
+class ProductSum(WeightSum):
+    """The sum of the weight (out, in) of a linear function, to which products are added."""
 
-    path = "gemm"
-    keeps_cast = True
     #: Whether the weight is (in, out).
     transposed = False
     #: The types of biases whose gradients the backward can return.
     biases = ORDINARY_TYPES | {type(None)}
 
-    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
-        super().__init__(module, slot, capture)
+    def __init__(self, slot: Slot, capture: Capture) -> None:
+        super().__init__(slot, capture)
         self._products: dict[tuple, matmul.Selection] = {}
         self._latest_product = _NO_PRODUCT
         self._latest_cast = LatestCast(nothing, ())
@@ -150,6 +148,30 @@ class PatchedLinear(PatchedForward):
             may_wait=may_wait,
         )
 
+    def output(self, input: Tensor, weight: Any, bias: Any) -> Tensor | None:
+        """Return the function's output for these values.
+
+        Returns None if PyTorch must compute it, or raise.
+        """
+        if self.left_to_torch(weight, input):
+            return _linear_of_shards(self, input, weight, bias)
+        if type(bias) not in self.biases or not _bias_fits(bias, weight):
+            self.note(OTHER_BIAS)
+            return None
+        operand = _native.operand_of(input, weight, bias, self.transposed)
+        if operand is None:
+            return None
+        self.product(operand.dtype, operand.shape[:-1].numel())  # select it now, not in the backward
+        used = None if operand.dtype is weight.dtype else self.cast(weight, operand.dtype)
+        return _native.linear(operand, weight, bias, used, self.ticket, self.transposed)
+
+
+class PatchedLinear(PatchedForward, ProductSum):
+    """Replaces the forward of an `nn.Linear` with weight (out, in)."""
+
+    path = "gemm"
+    keeps_cast = True
+
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # check this first: the compiler makes guards of all values read before
@@ -177,23 +199,6 @@ class PatchedLinear(PatchedForward):
                 return output
         output = patched.output(input, weight, bias)
         return patched.plain(module, input, weight, bias) if output is None else output
-
-    def output(self, input: Tensor, weight: Any, bias: Any) -> Tensor | None:
-        """Return the module's output for the weight and bias that it has now.
-
-        Returns None if PyTorch must compute it, or raise.
-        """
-        if self.left_to_torch(weight, input):
-            return _linear_of_shards(self, input, weight, bias)
-        if type(bias) not in self.biases or not _bias_fits(bias, weight):
-            self.note(OTHER_BIAS)
-            return None
-        operand = _native.operand_of(input, weight, bias, self.transposed)
-        if operand is None:
-            return None
-        self.product(operand.dtype, operand.shape[:-1].numel())  # select it now, not in the backward
-        used = None if operand.dtype is weight.dtype else self.cast(weight, operand.dtype)
-        return _native.linear(operand, weight, bias, used, self.ticket, self.transposed)
 
     @staticmethod
     def plain(module: Any, input: Tensor, weight: Any, bias: Any) -> Tensor:

@@ -46,6 +46,13 @@ class WeightSum:
     to the capture.
     """
 
+    #: The path's name in `explain()`.
+    path = ""
+    #: Keeps the weight's autocast cast over a window; None: casts are not kept.
+    kept: KeptCasts | None = None
+    #: Whether a product may be added after the backward pass, because nothing changes its operands.
+    operands_stay = True
+
     def __init__(self, slot: Slot, capture: Capture) -> None:
         self._capture = weakref.ref(capture)
         self.slot = slot
@@ -98,6 +105,37 @@ class WeightSum:
         if path not in self.slot.paths:
             self.slot.paths += (path,)
 
+    def select_again(self) -> None:
+        """Forget which product was selected, if there is one."""
+
+    def left_to_torch(self, weight: Any, input: Any) -> bool:
+        """Whether PyTorch computes this call: nothing accumulates, or a transform is active.
+
+        weight: the module's weight as the call has read it. `explain()` says if it is not the parameter.
+        """
+        param = self.slot.param
+        if weight is not param:
+            self.note(OTHER_WEIGHT)
+            return True
+        return (
+            not self.accumulates
+            or not self.may_record()
+            or torch_state.in_function_mode()
+            or type(input) not in ORDINARY_TYPES
+            or input.layout is not torch.strided
+            or input.is_nested
+            or input.device != param.device
+        )
+
+    def may_record(self) -> bool:
+        """Whether this call may add custom functions to the graph."""
+        return may_record() and not torch.jit.is_tracing()
+
+    def note(self, why: str) -> None:
+        """Record for `explain()` why PyTorch computes a call, if the call may lead to a gradient."""
+        if _grad_enabled():
+            self.slot.left_to = why
+
     def accumulate_in_place(
         self,
         node: Any,
@@ -106,6 +144,7 @@ class WeightSum:
         by_rows: bool = False,
         part: int | None = None,
         may_wait: bool = False,
+        any_layout: bool = False,
     ) -> bool:
         """Call `Capture.take_in_place` for the parameter, unless an operand shares memory with p.grad.
 
@@ -117,7 +156,8 @@ class WeightSum:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        is_taken = capture.take_in_place(self.slot, node, write, by_rows, part, may_wait)
+        may_wait = may_wait and self.operands_stay
+        is_taken = capture.take_in_place(self.slot, node, write, by_rows, part, may_wait, any_layout)
         if is_taken and self.slot.param._backward_hooks and will_run(node):
             self._show(write, by_rows, part)
         return is_taken
@@ -166,14 +206,11 @@ class PatchedForward(WeightSum):
     wrapper, the module runs the forward of its class.
     """
 
-    #: The path's name in `explain()`.
-    path = ""
     #: Whether torch.compile compiles the forward of the module's class if nothing around it is compiled. It
     #: does not compile the forwards of torch.nn.
     compiled_by_itself = False
-    #: Whether the weight's autocast cast can be kept over a window, and the object that keeps it, if any.
+    #: Whether the weight's autocast cast can be kept over a window.
     keeps_cast = False
-    kept: KeptCasts | None = None
 
     def __init_subclass__(cls) -> None:
         _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
@@ -202,9 +239,6 @@ class PatchedForward(WeightSum):
     @property
     def module(self) -> Any:
         return self._module()
-
-    def select_again(self) -> None:
-        """Forget which product was selected, if the module has one."""
 
     def install(self) -> None:
         """Replace the module's forward."""
@@ -252,34 +286,6 @@ class PatchedForward(WeightSum):
         finally:
             if self._entries:  # `remove` was not called inside the context
                 module.__dict__.update(ours)
-
-    def left_to_torch(self, weight: Any, input: Any) -> bool:
-        """Whether PyTorch computes this call: nothing accumulates, or a transform is active.
-
-        weight: the module's weight as the call has read it. `explain()` says if it is not the parameter.
-        """
-        param = self.slot.param
-        if weight is not param:
-            self.note(OTHER_WEIGHT)
-            return True
-        return (
-            not self.accumulates
-            or not self.may_record()
-            or torch_state.in_function_mode()
-            or type(input) not in ORDINARY_TYPES
-            or input.layout is not torch.strided
-            or input.is_nested
-            or input.device != param.device
-        )
-
-    def may_record(self) -> bool:
-        """Whether this call may add custom functions to the graph."""
-        return may_record() and not torch.jit.is_tracing()
-
-    def note(self, why: str) -> None:
-        """Record for `explain()` why PyTorch computes a call, if the call may lead to a gradient."""
-        if _grad_enabled():
-            self.slot.left_to = why
 
     def leave(self, slots: Collection[Slot]) -> bool:
         """Stop using the parameters of these slots. Return whether the patched forward has none left."""

@@ -284,30 +284,27 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
 
 
 class SelectedProduct(NamedTuple):
-    """What adds grouped products, and the lane for which it was selected."""
+    """What adds grouped products of operands of this dtype, and the lane for which it was selected."""
 
     lane: Lane
+    operand: torch.dtype
     run: Run
 
 
-class StackedSum(WeightSum):
-    """The sum of a parameter (experts, out, in). Functions that multiply by it find it while it exists."""
+class GroupedSum(WeightSum):
+    """The sum of a parameter (experts, out, in), to which grouped products are added."""
 
-    def __init__(self, slot: Slot, capture: Capture) -> None:
-        super().__init__(slot, capture)
-        self._selected: SelectedProduct | None = None
-        _targets[id(slot.param)] = self
-        if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
-            slot.param.__dict__[TRACED] = compiled.Traced(self)
+    path = "grouped"
+    _selected: SelectedProduct | None = None
 
-    def run(self, capture: Capture) -> Run:
-        """Return the function that adds grouped products to the sum."""
+    def run(self, capture: Capture, operand: torch.dtype) -> Run:
+        """Return the function that adds grouped products of operands of this dtype to the sum."""
         lane = self.slot.lane
         selected = self._selected  # read once, because another thread may replace it
-        if selected is None or selected.lane is not lane:
-            device, operand, dtype = lane
+        if selected is None or selected.lane is not lane or selected.operand is not operand:
+            device, _, dtype = lane
             run = grouped.select(device, dtype, operand, capture.accumulators.backend).run
-            selected = SelectedProduct(lane, run)
+            selected = SelectedProduct(lane, operand, run)
             self._selected = selected
         return selected.run
 
@@ -315,19 +312,15 @@ class StackedSum(WeightSum):
         """Forget which product was selected."""
         self._selected = None
 
-    def remove(self) -> None:
-        """Leave the parameter to PyTorch in graphs that are compiled later."""
-        self.slot.param.__dict__.pop(TRACED, None)
-
     def add_products(self, node: Any, left: Tensor, right: Tensor, offs: Tensor) -> bool:
         """Try to add the products left[s:t]^T right[s:t] to the sum. Return whether the gradient needs no
         further work. node: as in `Capture.take_in_place`.
         """
-        self.declare("grouped")
+        self.declare(self.path)
         capture = self._capture()
-        if capture is None:
+        if capture is None or (left.dtype, self.slot.accumulate_dtype) not in PAIRS:
             return False
-        run = self.run(capture)
+        run = self.run(capture, left.dtype)
         return self.accumulate_in_place(
             node,
             lambda total, scale, beta: run(total, left, right, offs, scale, beta),
@@ -335,8 +328,22 @@ class StackedSum(WeightSum):
             may_wait=True,
         )
 
+
+class StackedSum(GroupedSum):
+    """The sum of a stacked weight. Functions that multiply by it find it while it exists."""
+
+    def __init__(self, slot: Slot, capture: Capture) -> None:
+        super().__init__(slot, capture)
+        _targets[id(slot.param)] = self
+        if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
+            slot.param.__dict__[TRACED] = compiled.Traced(self)
+
+    def remove(self) -> None:
+        """Leave the parameter to PyTorch in graphs that are compiled later."""
+        self.slot.param.__dict__.pop(TRACED, None)
+
     def add_part(self, node: Any, gradient: Tensor, index: int) -> bool:
-        """Do the same with the gradient of one expert."""
+        """Try to add the gradient of one expert. node and the result: as of `add_products`."""
         self.declare("grouped")
 
         def write(accumulator: Tensor, scale: Number, beta: Number) -> None:
@@ -367,7 +374,7 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
     ):
         return None
     target.declare("grouped")
-    target.run(capture)  # select now: a self-test should not run inside the backward
+    target.run(capture, weight.dtype)  # select now: a self-test should not run inside the backward
     return _native.grouped(rows, weight, offs, target.ticket, inward)
 
 

@@ -356,7 +356,11 @@ class Accumulation:
         if backward.drops and not self.accumulators.engine.backwards():  # p.grad has only what does not count
             self._drop_stored(backward.stored)
         elif backward.added or any(slot.param.grad is not None for slot in backward.stored):
-            self.window.note_interruption()
+            self.note_interruption()
+
+    def note_interruption(self) -> None:
+        """Taint the window, because an exception has interrupted an addition."""
+        self.window.note_interruption()
 
     def _drop_stored(self, slots: Sequence[Slot]) -> None:
         """Drop the gradients that autograd has stored in a backward pass."""

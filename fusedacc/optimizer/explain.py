@@ -59,6 +59,7 @@ BYTES: dict[Path, str | tuple[str, str]] = {
     Path.GEMM: ("gemm", "gemm"),
     Path.GROUPED: ("gemm", "gemm"),
     Path.HEAD: ("gemm", "gemm"),
+    Path.SINK: ("gemm", "gemm"),
     Path.MULTI_TENSOR: ("fusedacc", "fusedacc"),
     Path.FSDP2: ("fusedacc", "fusedacc"),
     Path.EAGER: ("fusedacc", "mixed_add"),
@@ -194,12 +195,17 @@ def _head(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
     return name, f"{reason}; softmax by {of_softmax}: {why}"
 
 
+def _sink(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
+    return "user", "a backward outside fusedacc adds to it through fusedacc.sink"
+
+
 #: For each path of modules that add inside their backward: a function that returns the backend and reason.
 IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
     Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
     Path.GROUPED: partial(_product, grouped.describe, "experts' products, only of experts that have rows"),
     Path.EMBEDDING: _lookup,
     Path.HEAD: _head,
+    Path.SINK: _sink,
 }
 
 

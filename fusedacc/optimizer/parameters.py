@@ -17,7 +17,7 @@ from ..accumulators.param import check_backend
 from ..autograd.capture import Capture
 from ..kernels import grouped, lists, matmul, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
-from ..nn import KeptCasts, Replacements
+from ..nn import KeptCasts, Replacements, Sinks
 from .master_weights import MasterWeights
 
 
@@ -51,6 +51,8 @@ class ParameterSet:
         self._backend = backend
         self._model = model
         self._replacements: Replacements | None = None
+        #: Lets `fusedacc.sink` find the parameters. `offer_sinks` creates it.
+        self._sinks: Sinks | None = None
         #: The casts that modules keep for a window (with `keep_casts`), and a context that drops them.
         self.casts: KeptCasts | None = None
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -79,6 +81,11 @@ class ParameterSet:
         self._replacements = Replacements(model, capture, self.casts, warns)
         self._check_products()
 
+    def offer_sinks(self, capture: Capture) -> None:
+        """Let `fusedacc.sink` and `fusedacc.nn.functional.linear` find the parameters."""
+        self._sinks = Sinks(capture)
+        self._sinks.follow(self.slots)
+
     def forget_casts(self) -> None:
         """Drop the casts that modules keep, because weights may change without notice."""
         if self.casts is not None:
@@ -98,11 +105,15 @@ class ParameterSet:
             capture.registry.choose_again()
             if self._replacements is not None:
                 self._replacements.select_again()
+            if self._sinks is not None:
+                self._sinks.select_again()
 
     def restore_modules(self) -> None:
-        """Restore every module's own forward."""
+        """Restore every module's own forward, and offer no sinks any more."""
         if self._replacements is not None:
             self._replacements.remove()
+        if self._sinks is not None:
+            self._sinks.remove()
         self.forget_casts()
 
     def _list_parameters(self) -> list[list[Tensor]]:
@@ -199,6 +210,8 @@ class ParameterSet:
         """Let modules and hooks accumulate the gradients of new slots."""
         if slots and self._replacements is not None:
             self._replacements.follow(slots)
+        if self._sinks is not None:
+            self._sinks.follow(slots)
         capture.registry.refresh(slots)
 
     @property
@@ -244,6 +257,8 @@ class ParameterSet:
         if self._replacements is not None:
             self._replacements.drop(removed)
             self._replacements.name(self.slots)
+        if self._sinks is not None:
+            self._sinks.drop(removed)
         self.seen = self._list_parameters()
         capture.engine.set_slots(self.slots)
         self._hook(added, capture)

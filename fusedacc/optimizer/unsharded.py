@@ -60,6 +60,7 @@ class UnshardedSums:
         accumulation = _Deferred(slots, Window(None, "sum"), self.accumulators)
         accumulation.owner = weakref.ref(self)
         self.capture = Capture(slots, self.accumulators, accumulation)
+        self._parameters.offer_sinks(self.capture)
         self._parameters.replace_in(model, self.capture, keep_casts=False, warns=False)
 
     def prepare(self, group: Any, of_shard: Callable[[Any], Slot | None]) -> None:
@@ -202,6 +203,12 @@ class _Deferred(Accumulation):
 
     def forget_backward(self, backward: Any, failed: bool) -> None:
         """Do nothing. An exception taints the wrapper's window, and not this one."""
+
+    def note_interruption(self) -> None:
+        owner = self.owner()
+        window = None if owner is None else owner._window()
+        if window is not None:
+            window.note_interruption()
 
 
 def _why_left(group: Any) -> str:

@@ -194,6 +194,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture = Capture(self._slots, self._accumulators, self._accumulation)
         self._engine = self._capture.engine
         self._engine.set_slots(self._slots)
+        self._parameter_set.offer_sinks(self._capture)
 
         self._accumulation.updates_plainly = self._masters is None and seed is None
 
