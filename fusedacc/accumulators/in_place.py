@@ -55,6 +55,7 @@ class InPlaceWriter:
         with self._passes.lock:
             if part is None:
                 self.complete([slot])
+            self._grads.begin_sum(slot)
             total = self._grads.current(slot)
             if total is not None:
                 return self._add_to_sum(slot, total, write, scale, of_whole=not by_rows and part is None)

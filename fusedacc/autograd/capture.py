@@ -20,6 +20,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.engine import BackwardPass, FallbackEngine, engine_for
 from ..accumulators.in_place import Write
+from ..accumulators.main_grad import take_flag
 from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
@@ -71,6 +72,7 @@ class Capture:
         accumulators.passes.lock = self.engine.lock
         self.engine.set_rounds_stochastically(accumulators.noise.seed is not None)
         self.engine.set_condition("sums are rounded stochastically", accumulators.noise.seed is not None)
+        self.engine.set_condition("modules add to main_grad", accumulators.main_grads is not None)
         self.registry = HookRegistry(slots, accumulators, policy, self.engine)
 
     @property
@@ -122,6 +124,9 @@ class Capture:
         backward = self._enter(slot)
         if backward is None:
             return False
+        if slot.main_grad is not None and take_flag(slot, gradient):
+            self._note_addition(backward, slot)
+            return True
         self._complete([slot])
         if not backward.captures or reason in LEFT_TO_AUTOGRAD:
             self._policy.leave_to_autograd(backward, slot)
@@ -144,6 +149,14 @@ class Capture:
         else:
             adder.add([slot], [gradient], scale)
         return True
+
+    def _note_addition(self, backward: Any, slot: Slot) -> None:
+        """Count what a module has added to `main_grad`, unless it was inside `ignore()`."""
+        if backward.ignored:
+            return
+        backward.added = True
+        slot.added_by_module = True
+        self.accumulators.grads.begin_sum(slot)
 
     def _enter(self, slot: Slot) -> Any:
         """Return the running backward pass, which Python ends. Order the slot's sum after earlier writes."""
