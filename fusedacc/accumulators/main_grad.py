@@ -125,6 +125,8 @@ def show(slot: Slot) -> None:
 
 def hide(slot: Slot) -> None:
     """Remove what `show` has set."""
+    if not is_shown(slot):
+        return
     slot.param.__dict__.pop(MAIN_GRAD, None)
     slot.param.__dict__.pop(_GET_STATE, None)
 
@@ -133,12 +135,12 @@ def leave(slot: Slot) -> None:
     """Remove what `show` and modules have set."""
     if is_shown(slot):
         hide(slot)
-    slot.param.__dict__.pop(FLAG, None)
+        slot.param.__dict__.pop(FLAG, None)
 
 
 def is_shown(slot: Slot) -> bool:
-    """Whether the parameter has the attribute `main_grad`."""
-    return MAIN_GRAD in slot.param.__dict__
+    """Whether the parameter has what `show` has set, and not a `main_grad` of other code."""
+    return _GET_STATE in slot.param.__dict__
 
 
 def _state_without_ours(attributes: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -151,19 +153,23 @@ def _state_without_ours(attributes: dict[str, Any]) -> Callable[[], dict[str, An
     return get_state
 
 
+def is_sum(slot: Slot, gradient: Tensor) -> bool:
+    """Whether a gradient is the slot's `main_grad` itself."""
+    total = slot.main_grad
+    if total is None or gradient.layout is not torch.strided or gradient.shape != total.shape:
+        return False
+    return gradient.data_ptr() == total.data_ptr() and gradient.dtype == total.dtype
+
+
 def take_flag(slot: Slot, gradient: Tensor | None) -> bool:
     """Return whether a module has added this gradient to `main_grad` itself, and reset the parameter's flag.
 
     gradient: what the module has returned; None for nothing.
     """
     param = slot.param
-    total = slot.main_grad
-    assert total is not None
     is_flagged = getattr(param, FLAG, False)
     if is_flagged:
         setattr(param, FLAG, False)
-    if gradient is None:
+    if gradient is None or is_sum(slot, gradient):
         return True
-    if gradient.layout is torch.strided and gradient.untyped_storage() is total.untyped_storage():
-        return gradient.data_ptr() == total.data_ptr() and gradient.shape == total.shape
     return is_flagged and not getattr(param, COUNTS_ANYWAY, False)

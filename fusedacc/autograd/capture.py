@@ -20,7 +20,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.engine import BackwardPass, FallbackEngine, engine_for
 from ..accumulators.in_place import Write
-from ..accumulators.main_grad import take_flag
+from ..accumulators.main_grad import is_sum, take_flag
 from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
@@ -125,7 +125,7 @@ class Capture:
         if backward is None:
             return False
         if slot.main_grad is not None and take_flag(slot, gradient):
-            self._note_addition(backward, slot)
+            self._note_addition(backward, slot, is_returned=gradient is not None and is_sum(slot, gradient))
             return True
         self._complete([slot])
         if not backward.captures or reason in LEFT_TO_AUTOGRAD:
@@ -150,13 +150,18 @@ class Capture:
             adder.add([slot], [gradient], scale)
         return True
 
-    def _note_addition(self, backward: Any, slot: Slot) -> None:
-        """Count what a module has added to `main_grad`, unless it was inside `ignore()`."""
+    def _note_addition(self, backward: Any, slot: Slot, *, is_returned: bool) -> None:
+        """Count what a module has added to `main_grad`, unless it was inside `ignore()`. is_returned: whether
+        the module has taken the sum out of p.grad and returned it.
+        """
         if backward.ignored:
             return
         backward.added = True
         slot.added_by_module = True
-        self.accumulators.grads.begin_sum(slot)
+        if is_returned:
+            self.accumulators.grads.put(slot, slot.main_grad)
+        else:
+            self.accumulators.grads.begin_sum(slot)
 
     def _enter(self, slot: Slot) -> Any:
         """Return the running backward pass, which Python ends. Order the slot's sum after earlier writes."""

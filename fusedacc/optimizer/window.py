@@ -119,11 +119,11 @@ class Window(WindowCounts):
         return self.ranks * (self.steps if self.reduction.counts else 1)
 
     @property
-    def scale_in_checkpoint(self) -> float:
-        """Return the factor between this window's sums and those of checkpoints, which are of gradients that
-        were divided by `_usual_divisor`.
+    def scale_left_out(self) -> float:
+        """Return the factor that gradients are not multiplied by as they are added, because of
+        `adds_unscaled`. Checkpoints save it as a deferred scale of the sums.
         """
-        return self.divided_by / self._usual_divisor
+        return 1.0 / self._usual_divisor if self.adds_unscaled else 1.0
 
     @property
     def gradient_scale(self) -> float | Tensor:
@@ -220,7 +220,7 @@ class Window(WindowCounts):
             partial: whether the window ends now even if it is not full.
         """
         if not self.reduction.divides:
-            return self.divided_by / self._usual_divisor
+            return self.scale_left_out
         if self.ranks > 1:
             return self._final_scale_of_ranks()
         micro_batches = self.micro_step + ending

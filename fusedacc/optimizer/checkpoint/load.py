@@ -66,7 +66,7 @@ def load(
     restore_window(window, loaded.counters)
     accumulators.noise.restore(loaded.noise, accumulators.slots)
     for name, saved in loaded.sums.items():
-        scale = saved.deferred_scale / window.scale_in_checkpoint
+        scale = saved.deferred_scale / window.scale_left_out
         accumulators.restore(slots[name], saved.total, saved.published, scale)
     if masters is not None:
         for name, master in checkpoint.masters.items():
