@@ -34,6 +34,8 @@ FLAG = "grad_added_to_main_grad"
 #: If True, the gradient that a module returns counts although the flag is set: it holds zeros, to which
 #: autograd has added the gradients of other uses of the weight.
 COUNTS_ANYWAY = "zero_out_wgrad"
+#: If True, TransformerEngine overwrites `main_grad` in each backward pass.
+OVERWRITES = "overwrite_main_grad"
 _GET_STATE = "__getstate__"
 
 
@@ -61,6 +63,11 @@ class MainGrads:
                 raise ValueError(
                     f"main_grad=True does not support parameter {slot.name!r}, which is a DTensor (FSDP2 or "
                     "tensor parallelism); allowed: main_grad=False, or plain parameters with data_parallel="
+                )
+            if getattr(slot.param, OVERWRITES, False):
+                raise ValueError(
+                    f"main_grad=True: parameter {slot.name!r} has {OVERWRITES}=True, so modules would "
+                    "overwrite what earlier micro-batches have added; allowed: False"
                 )
             if getattr(slot.param, MAIN_GRAD, None) is not None:
                 raise ValueError(

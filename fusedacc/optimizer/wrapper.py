@@ -102,8 +102,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             another live wrapper, or has no shape yet (lazy modules before their first forward pass).
             `optimizer` is L-BFGS in a counted loop, which evaluates its closure many times per step, or
             updates inside the backward pass (optimi's `gradient_release`). With `main_grad=True`: the
-            reduction is "weighted", rounding is "stochastic", or a parameter is a DTensor or has a
-            `main_grad` already.
+            reduction is "weighted", rounding is "stochastic", or a parameter is a DTensor, has a
+            `main_grad` already, or has `overwrite_main_grad` set.
         RuntimeError: the requested backend is unavailable or has failed its self-test.
     """
 

@@ -596,6 +596,10 @@ def test_arguments_that_do_not_go_together():
         wrap(net, 2, reduction="weighted")
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         wrap(net, 2, rounding="stochastic", accumulate_dtype=LOW)
+    net.first.weight.overwrite_main_grad = True
+    with pytest.raises(ValueError, match="overwrite_main_grad=True"):
+        wrap(net, 2)
+    del net.first.weight.overwrite_main_grad
     net.first.weight.main_grad = torch.zeros(6, 4)
     with pytest.raises(ValueError, match=r"has a main_grad already"):
         wrap(net, 2)
