@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from main_grad_modules import PROTOCOLS, AddingLinear
 from ranks import on_each_rank
-from ranks_setting import assert_ranks_equal, given, small_buckets
+from ranks_setting import assert_ranks_equal, error_of, given, small_buckets
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import fusedacc
 
@@ -121,4 +123,28 @@ def test_a_manual_loop_reduces_what_modules_add():
         inner.zero_grad()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    optimizer.close()
+
+
+@on_each_rank(RANKS)
+def test_sharded_parameters_are_refused():
+    net = Net("megatron")
+    fully_shard(net)
+    message = error_of(ValueError, lambda: fusedacc.AccumulatingOptimizer(inner_of(net), 2, main_grad=True))
+    assert "is a DTensor" in message
+
+
+@on_each_rank(RANKS)
+def test_a_pipeline_schedule_is_refused():
+    net = Net("megatron")
+    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 2, main_grad=True)
+    stage = PipelineStage(
+        net,
+        0,
+        1,
+        torch.device("cpu"),
+        group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+    )
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    assert "pipeline schedule" in error_of(ValueError, lambda: optimizer.attach(schedule))
     optimizer.close()
