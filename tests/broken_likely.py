@@ -219,7 +219,6 @@ fusedacc/accumulators: tests/accumulators/test_main_grad.py
 # a frozen parameter keeps main_grad
 -            hide(slot)
              if slot.accumulator is None
-+            if slot.accumulator is None
 # what modules add inside ignore() counts
 -            setattr(slot.param, MAIN_GRAD, unused)
 +            pass

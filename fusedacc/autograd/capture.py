@@ -125,6 +125,8 @@ class Capture:
         if backward is None:
             return False
         if slot.main_grad is not None and take_flag(slot, gradient):
+            if reason == HOOK_AFTER_NODE and not backward.ignored:
+                self._check_reduced(backward, slot)
             self._note_addition(backward, slot, is_returned=gradient is not None and is_sum(slot, gradient))
             return True
         self._complete([slot])
@@ -149,6 +151,18 @@ class Capture:
         else:
             adder.add([slot], [gradient], scale)
         return True
+
+    def _check_reduced(self, backward: Any, slot: Slot) -> None:
+        """Raise RuntimeError if a reducer that the wrapper does not know would miss what a module has added.
+        Without the native engine nobody knows whether there is one.
+        """
+        if torch_state.process_group_up() and not self._policy.window.autograd_stores:
+            backward.added = True
+            raise RuntimeError(
+                f"main_grad=True: a module has added the gradient of parameter {slot.name!r} to main_grad, "
+                "where a reducer that the wrapper does not know, such as a DistributedDataParallel, does not "
+                "read it; allowed: data_parallel="
+            )
 
     def _note_addition(self, backward: Any, slot: Slot, *, is_returned: bool) -> None:
         """Count what a module has added to `main_grad`, unless it was inside `ignore()`. is_returned: whether

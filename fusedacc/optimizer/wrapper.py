@@ -346,7 +346,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 later on the yielded object (see `MicroBatch.weight`).
 
         Raises:
-            ValueError: the reduction takes no weights, or the weight is negative or not finite.
+            ValueError: the reduction takes no weights, or the weight is negative or not finite, or 0 with
+                `main_grad=True`.
             TypeError: the weight is not a number.
             RuntimeError: contexts are nested.
         """

@@ -148,3 +148,15 @@ def test_a_pipeline_schedule_is_refused():
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
     assert "pipeline schedule" in error_of(ValueError, lambda: optimizer.attach(schedule))
     optimizer.close()
+
+
+@on_each_rank(RANKS)
+def test_a_reducer_outside_the_wrapper_raises():
+    net = Net("megatron")
+    del net.never
+    called, _ = given(net, "ddp")
+    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 1, main_grad=True)
+    message = error_of(RuntimeError, lambda: loss_of(called, 0, dist.get_rank()).backward())
+    assert "allowed: data_parallel=" in message
+    assert "discard" in error_of(RuntimeError, optimizer.step)
+    optimizer.close()
