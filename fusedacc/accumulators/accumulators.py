@@ -42,6 +42,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         self.grads = ParamGrads(slots, always_exposed)
+        self.grads.has_main_grads = main_grad
         self.main_grads = MainGrads(slots) if main_grad else None
         self.deferred = DeferredScales(slots)
         #: Whether the next update will compute the norm of the accumulators.

@@ -52,8 +52,9 @@ class Adder:
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         grads = self._grads
-        for slot in slots:
-            grads.begin_sum(slot)
+        if grads.has_main_grads:
+            for slot in slots:
+                grads.begin_sum(slot)
         slots = self._add_eager_ones(slots, gradients, scale)
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if all(map(Slot.fits, slots, accumulators)):

@@ -138,6 +138,13 @@ def hide(slot: Slot) -> None:
     slot.param.__dict__.pop(_GET_STATE, None)
 
 
+def move(slot: Slot, total: Tensor) -> None:
+    """Replace the slot's `main_grad` by other memory, which holds the same values."""
+    slot.main_grad = total
+    if is_shown(slot):
+        show(slot)
+
+
 def leave(slot: Slot) -> None:
     """Remove what `show` and modules have set."""
     if is_shown(slot):

@@ -72,6 +72,8 @@ class ParamGrads(engine.Sums):
     def __init__(self, slots: list[Slot], always_exposed: bool) -> None:
         super().__init__(always_exposed)
         self.slots = slots
+        #: Whether trained parameters have a `main_grad`.
+        self.has_main_grads = False
         #: What `set_aside` has taken out of p.grad. Empty outside `ignore()`.
         self._aside: dict[Slot, Former] = {}
 
@@ -129,7 +131,7 @@ class ParamGrads(engine.Sums):
         A tensor that the user has put into p.grad before the window is added to it. Raises RuntimeError if
         other code has replaced the sum in p.grad since, because modules may have added to `main_grad` too.
         """
-        if self.begin_main_grad(slot):
+        if not self.has_main_grads or self.begin_main_grad(slot):
             return
         if slot.grad_state in (PUBLISHED, DTYPE_COPY):
             raise RuntimeError(
@@ -146,6 +148,8 @@ class ParamGrads(engine.Sums):
 
     def zero_main_grads(self) -> None:
         """Write zeros to each `main_grad`."""
+        if not self.has_main_grads:
+            return
         totals = [slot.main_grad for slot in self.slots if slot.main_grad is not None]
         if totals:
             torch._foreach_zero_(totals)
