@@ -172,7 +172,8 @@ def is_sum(slot: Slot, gradient: Tensor) -> bool:
     total = slot.main_grad
     if total is None or gradient.layout is not torch.strided or gradient.shape != total.shape:
         return False
-    return gradient.data_ptr() == total.data_ptr() and gradient.dtype == total.dtype
+    is_same = gradient.data_ptr() == total.data_ptr() and gradient.dtype == total.dtype
+    return is_same and total.numel() > 0  # all empty tensors have the same address
 
 
 def take_flag(slot: Slot, gradient: Tensor | None) -> bool:

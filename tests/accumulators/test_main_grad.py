@@ -334,6 +334,15 @@ def test_ignored_backward_passes_add_to_other_memory(steps, engine):
     assert layer.weight.item() == (-2.0 if steps else -4.0)
 
 
+def test_ignored_gradients_of_empty_parameters_stay_in_p_grad(engine):
+    """Empty tensors have equal addresses, and are not taken for the sum."""
+    empty = nn.Parameter(torch.zeros(0, 3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([empty], lr=1.0), main_grad=True)
+    with optimizer.ignore():
+        (empty * 2.0).sum().backward()
+        assert empty.grad.shape == (0, 3)
+
+
 def test_an_exception_after_an_addition_taints_the_window(engine):
     net = Net("apex")
     optimizer = wrap(net, 2)

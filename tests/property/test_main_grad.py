@@ -12,6 +12,7 @@ from fusedacc.accumulators.p_grad import ParamGrads
 
 from .event import Event
 from .events import random_case
+from .legality import exact
 from .lockstep import failure, report
 from .models import Dense
 from .oracle import Loop
@@ -35,6 +36,11 @@ def restricted(case: Case) -> Case:
     if not loop.counted and is_cast:
         # After `step()` p.grad has what a cast has left, but in the dtype of the sum.
         loop = replace(loop, scaling=None, clip=None, reduction="sum")
+    repeated = any(
+        case.model.order.count(i) > 1 for i, name in enumerate(case.model.blocks) if name == "dense"
+    )
+    if repeated and exact(replace(case, loop=loop)):
+        loop = replace(loop, clip=1.0)  # modules add each use to the sum, and autograd adds up the uses first
     events: list[Event] = []
     has_run = False
     for event in case.events:
@@ -53,6 +59,8 @@ def plain(event: Event, loop: Loop) -> Event:
     if args.get("weight") == 0.0:
         args["weight"] = 2.0
     unused = ("model", "nan", "calls") if loop.weighs else ("model", "nan", "calls", "weight", "late")
+    if args.get("bad"):
+        args.pop("index", None)  # the hook that puts it there would get no gradient
     for name in unused:
         args.pop(name, None)
     return replace(event, args=args)
