@@ -150,8 +150,8 @@ fusedacc/optimizer: tests/optimizer/test_failed_update.py tests/accumulators/tes
 -            self.note_interruption()
 fusedacc/optimizer: tests/optimizer/test_lifetime.py tests/optimizer/test_master_weights.py
 # a copy of the wrapper shares its masters
--{"optimizer", "_accumulate_dtype", *of_subclass}
-+{"optimizer", "_accumulate_dtype", "_masters", *of_subclass}
+-"_accumulate_dtype", "_main_grad", *of_subclass}
++"_accumulate_dtype", "_main_grad", "_masters", *of_subclass}
 fusedacc/optimizer: tests/autograd/test_graph_capture.py
 # a CUDA graph holds a part of a window
 -in_graph != self._began_in_graph

@@ -186,5 +186,103 @@ fusedacc/optimizer: tests/optimizer/test_stochastic_checkpoints.py
 -            if outermost:
 -                self._noise.finish_numbering()
 +            pass
+fusedacc/accumulators: tests/accumulators/test_main_grad.py
+# a dummy gradient counts
+-return is_flagged and not getattr(param, COUNTS_ANYWAY, False)
++return False
+# the gradient of a tied weight is dropped with a module's zeros
+-is_flagged and not getattr(param, COUNTS_ANYWAY, False)
++is_flagged
+# a flag stays set for gradients that no module has added
+-        setattr(param, FLAG, False)
++        pass
+# a sum that QuACK returns is added to itself
+-gradient is None or is_sum(slot, gradient)
++gradient is None
+# the gradient of an empty parameter is taken for its sum
+-return is_same and total.numel() > 0
++return is_same
+# main_grad is not zeroed at the end of a window
+-        self.drop_consumed()
+-        self.zero_main_grads()
++        self.drop_consumed()
+# main_grad is not zeroed by discard()
+             if slot.param.grad is not None:
+                 slot.param.grad = None
+-        self.zero_main_grads()
+# a sum that was taken out of p.grad goes on with old gradients
+-if slot.grad_state in (PUBLISHED, DTYPE_COPY):
++if False:
+# a gradient put into p.grad before the window is lost
+-            total.add_(present)
++            pass
+# pickles of a parameter have its main_grad
+-    ours = (MAIN_GRAD, FLAG, _GET_STATE)
++    ours = (FLAG, _GET_STATE)
+# a frozen parameter keeps main_grad
+-            hide(slot)
+             if slot.accumulator is None
+# what modules add inside ignore() counts
+-            setattr(slot.param, MAIN_GRAD, unused)
++            pass
+# main_grad stays other memory after ignore()
+-                    setattr(slot.param, MAIN_GRAD, slot.main_grad)
++                    pass
+# a main_grad of other code is replaced
+-if getattr(slot.param, MAIN_GRAD, None) is not None:
++if False:
+# a loaded sum of other scale is not unscaled
+-                accumulator.mul_(scale)
++                pass
+fusedacc/autograd: tests/accumulators/test_main_grad.py
+# the engine goes on by itself with sums to which modules add
+-"modules add to main_grad", accumulators.main_grads is not None)
++"modules add to main_grad", False)
+# what a module has added does not taint a failed window
+-        backward.added = True
+-        slot.added_by_module = True
++        slot.added_by_module = True
+# close() leaves main_grad behind
+-                leave(slot)
++                pass
+fusedacc/optimizer: tests/accumulators/test_main_grad.py
+# with main_grad, gradients are divided as they are added
+-return 1 if self.adds_unscaled else self._usual_divisor
++return self._usual_divisor
+# with main_grad, the mean of a full window is not divided
+- and is_full and not self.adds_unscaled:
++ and is_full:
+# with main_grad, sums are scaled before the last backward pass
+-window.will_update and not window.adds_unscaled:
++window.will_update:
+# with main_grad, sums are divided before a micro-batch's last backward pass
+-self.window.adds_unscaled and not self.window.is_last_usual_backward
++False
+# modules add to sums that were divided
+-elif window.counted and window.is_divided:
++elif False:
+# modules add to the sums of a failed update
+-        if window.full:
+-            reason = "the update of the last
++        if False:
++            reason = "the update of the last
+# a weight of 0 is accepted where modules add
+-if not (self._allows_zero or isinstance(value, Tensor) or value != 0):
++if False:
+# "weighted" is accepted where modules add
+-    if window.reduction.scales_by_weight:
++    if False:
+csrc/autograd: tests/accumulators/test_main_grad.py
+# the engine takes a dummy gradient for one
+-return PyObject_HasAttrString(parameter.ptr(), "grad_added_to_main_grad") != 0;
++return false;
+# a module's addition without a gradient goes unseen
+-  if (!gradient.defined()) return true;
+-  if (gradient.has_storage()
++  if (!gradient.defined()) return false;
++  if (gradient.has_storage()
+# the first gradient of autograd replaces what modules have added
+-  if (!sums_->begin_main_grad(*slot)) return false;
++
 """
 )

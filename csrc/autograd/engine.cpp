@@ -97,6 +97,17 @@ bool is_kernels_sum(const Slot& slot, const at::Tensor& sum) {
   return sum.scalar_type() == slot.accumulate_dtype && sum.device() == *slot.device && is_plain(sum);
 }
 
+// Whether a module may have added the gradient to the slot's `main_grad` itself: it has returned none, or
+// `main_grad`, or the parameter has the flag that says so.
+bool may_be_added(const Slot& slot, const at::Tensor& gradient) {
+  if (!gradient.defined()) return true;
+  if (gradient.has_storage() && gradient.is_alias_of(slot.main_grad)) return true;
+  return with_gil([&] {
+    const py::object parameter = py::cast(slot.parameter());
+    return PyObject_HasAttrString(parameter.ptr(), "grad_added_to_main_grad") != 0;
+  });
+}
+
 // Whether a kernel may take the gradient of the slot's parameter.
 bool is_ordinary(const Slot& slot, const at::Tensor& gradient) {
   return is_plain(gradient) && !slot.needs_eager && gradient.scalar_type() == slot.dtype &&
@@ -152,6 +163,9 @@ bool Engine::deliver(const SlotPointer& slot, AccumulateGrad& node, const at::Te
   if (reason == Reason::kFrozen) return false;
   const std::shared_ptr<BackwardPass> backward = enter();
   if (!backward) return false;
+  if (slot->main_grad.defined() && may_be_added(*slot, gradient)) {
+    return receive_in_python(slot, gradient, reason, is_unshared);
+  }
   if (backward->captures && !is_left_to_autograd(reason) && !slot->is_begun) {
     if (!gradient.defined() || backward->drops) return true;
     backward->added = true;  // also if it fails half-way
@@ -205,6 +219,7 @@ bool Engine::must_add_in_python(const Slot& slot, const Number& scale) const {
 bool Engine::add(const std::shared_ptr<BackwardPass>& backward, const SlotPointer& slot,
                  const at::Tensor& parameter, const at::Tensor& gradient, bool is_unshared) {
   if (slot->waits) queue_.flush();  // Python may make the sum, or apply its deferred scale
+  if (!sums_->begin_main_grad(*slot)) return false;
   const Number scale = scale_of(backward, gradient.device());
   const at::Tensor sum = sums_->current(*slot);
   if (must_add_in_python(*slot, scale) || (slot->in_reduce_bucket && !sum.defined())) {
@@ -266,12 +281,12 @@ void Engine::note_written(Slot& slot, const at::Tensor& sum, bool is_new) {
 
 // Modules that write to sums
 
-std::optional<Engine::Target> Engine::target_for(const Slot& slot) {
+std::optional<Engine::Target> Engine::target_for(Slot& slot) {
   if (postpones_ || slot.is_begun) return std::nullopt;
   const std::shared_ptr<BackwardPass> backward = enter();
   const bool writes = backward && backward->captures && !backward->drops && backward->scale.on_host() &&
                       window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
-  if (!writes) return std::nullopt;
+  if (!writes || !sums_->begin_main_grad(slot)) return std::nullopt;
   const double scale = backward->scale.value * window_->sum_scale.value;
   const at::Tensor sum = sums_->current(slot);
   if (!sum.defined()) {

@@ -197,7 +197,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     const double scale;
   };
   // None where Python must write.
-  std::optional<Target> target_for(const Slot& slot);
+  std::optional<Target> target_for(Slot& slot);
   bool multiply(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right, ProductMethod method,
                 double scale, double beta);
   // Makes a sum current that was written, or is in a batch that waits.

@@ -62,9 +62,11 @@ void define_state(py::module_& module) {
       .def(py::init<const at::Tensor&>())
       .def("refers_to", &TensorIdentity::refers_to);
   const auto [accumulator, set_accumulator] = tensor_property(&Slot::accumulator);
+  const auto [main_grad, set_main_grad] = tensor_property(&Slot::main_grad);
   py::class_<Slot, std::shared_ptr<Slot>>(module, "Slot")
       .def(py::init([](py::handle parameter) { return std::make_shared<Slot>(parameter.ptr()); }))
       .def_property("accumulator", accumulator, set_accumulator)
+      .def_property("main_grad", main_grad, set_main_grad)
       .def_readwrite("beta", &Slot::beta)
       .def_property(
           "grad_state", [](const Slot& slot) { return static_cast<int>(slot.grad_state); },
@@ -106,6 +108,7 @@ void define_state(py::module_& module) {
       .def_readwrite("num_ignored", &Sums::num_ignored)
       .def("current", [](const Sums& sums, const Slot& slot) { return optional(sums.current(slot)); })
       .def("put", &Sums::put)
+      .def("begin_main_grad", &Sums::begin_main_grad)
       .def("publish", &Sums::publish)
       .def(
           "set_state",

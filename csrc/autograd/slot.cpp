@@ -57,6 +57,15 @@ void Sums::put(Slot& slot, const at::Tensor& sum) {
   }
 }
 
+bool Sums::begin_main_grad(Slot& slot) {
+  if (!slot.main_grad.defined()) return true;
+  const at::Tensor sum = current(slot);
+  if (sum.defined()) return sum.is_same(slot.main_grad);
+  if (slot.grad_state != GradState::kNotOurs) return false;  // other code has removed the sum from p.grad
+  put(slot, slot.main_grad);
+  return true;
+}
+
 namespace {
 
 int64_t bytes_of_sparse(const at::Tensor& tensor) {

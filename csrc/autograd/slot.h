@@ -39,6 +39,9 @@ class Slot {
 
   // The sum while it is private, else undefined.
   at::Tensor accumulator;
+  // The memory of the sum that modules may add to at any time (`main_grad=True`), else undefined. It holds
+  // zeros, or what modules have just added, while it is not the sum.
+  at::Tensor main_grad;
   // The deferred scale: the factor by which the sum is still to be multiplied.
   Number beta;
   GradState grad_state = GradState::kNotOurs;
@@ -110,6 +113,9 @@ class Sums {
   at::Tensor current(const Slot& slot) const;
   // Makes a tensor the sum: in p.grad if users see sums there, else in private.
   void put(Slot& slot, const at::Tensor& sum);
+  // Makes `main_grad`, where there is one, the sum of a slot without a sum. Returns false if the sum is
+  // another tensor: then Python decides.
+  bool begin_main_grad(Slot& slot);
   // Makes a tensor the sum and p.grad.
   void publish(Slot& slot, const at::Tensor& sum);
   // placed: what was put into p.grad; undefined for nothing.

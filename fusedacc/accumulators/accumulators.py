@@ -15,6 +15,7 @@ from ..kernels.registry import Backend
 from .add import Adder
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
+from .main_grad import MainGrads
 from .memory import bytes_of, like
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
@@ -26,15 +27,23 @@ class Accumulators:
     """The accumulator of each parameter; the wrapper may append to `slots`.
 
     always_exposed: whether p.grad is the accumulator at any time (manual loop). backend: as in the wrapper.
-    seed: of stochastic rounding; None rounds to nearest.
+    seed: of stochastic rounding; None rounds to nearest. main_grad: whether modules may add to the sums by
+    themselves.
     """
 
     def __init__(
-        self, slots: list[Slot], always_exposed: bool, backend: str, seed: int | None = None
+        self,
+        slots: list[Slot],
+        always_exposed: bool,
+        backend: str,
+        seed: int | None = None,
+        main_grad: bool = False,
     ) -> None:
         self.slots = slots
         self.backend = backend
         self.grads = ParamGrads(slots, always_exposed)
+        self.grads.has_main_grads = main_grad
+        self.main_grads = MainGrads(slots) if main_grad else None
         self.deferred = DeferredScales(slots)
         #: Whether the next update will compute the norm of the accumulators.
         self.update_needs_norm = False
@@ -128,7 +137,12 @@ class Accumulators:
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
         """Give the slot a copy of a saved accumulator, which was in p.grad if `published`, and its scale."""
         device, _, dtype = slot.lane
-        if is_distributed(slot.param):
+        if slot.main_grad is not None:
+            accumulator = slot.main_grad.copy_(saved.to_dense())
+            if scale != 1.0:
+                accumulator.mul_(scale)
+                scale = 1.0
+        elif is_distributed(slot.param):
             accumulator = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
             accumulator.copy_(distributed_as(saved, slot.param))
         elif saved.layout is torch.strided:
@@ -186,6 +200,9 @@ class Accumulators:
         for slot in list(self.slots):
             accumulator = slot.accumulator
             buffer = slot.buffer
+            if slot.main_grad is not None:
+                total += slot.main_grad.nbytes
+                continue
             if buffer is not None:
                 total += buffer.nbytes
             if accumulator is None:

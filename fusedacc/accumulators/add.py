@@ -52,6 +52,9 @@ class Adder:
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: Number) -> None:
         grads = self._grads
+        if grads.has_main_grads:
+            for slot in slots:
+                grads.begin_sum(slot)
         slots = self._add_eager_ones(slots, gradients, scale)
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if all(map(Slot.fits, slots, accumulators)):
@@ -203,6 +206,7 @@ class Adder:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
             self._in_place.complete([slot])
+            self._grads.begin_sum(slot)
             accumulator = self._grads.current(slot)
             if gradient.is_sparse:
                 is_added = self._add_rows(slot, accumulator, gradient, scale, is_unshared=is_unshared)

@@ -55,12 +55,13 @@ class FallbackEngine:
         engine = weakref.ref(self)
 
         @runs_as_written
-        def before(gradients: tuple[Tensor | None]) -> None:
+        def before(gradients: tuple[Tensor | None]) -> tuple[None] | None:
             owner = engine()
-            if owner is not None and slot.param.requires_grad and owner.enter() is not None:
-                reason = "hook_after_node" if slot.is_reduced_outside() else "no_engine"
-                with owner.lock:
-                    owner._receive(slot, gradients[0], reason, False)
+            if owner is None or not slot.param.requires_grad or owner.enter() is None:
+                return None
+            reason = "hook_after_node" if slot.is_reduced_outside() else "no_engine"
+            with owner.lock:
+                return (None,) if owner._receive(slot, gradients[0], reason, False) else None
 
         @runs_as_written
         def after(*gradients: Any) -> None:

@@ -74,10 +74,11 @@ class InPlaceWriter:
         matrix of a stack that it adds to; beta is 0 for its first gradient. any_layout: as in `open`.
         """
         with self._passes.lock:
-            if part is not None and self._grads.current(slot) is None:
-                return self._write_first_part(slot, write, scale, part)
             if part is None:
                 self.complete([slot])
+            self._grads.begin_sum(slot)
+            if part is not None and self._grads.current(slot) is None:
+                return self._write_first_part(slot, write, scale, part)
             of_whole = not by_rows and part is None
             opened = self.open(slot, scale, of_whole=of_whole, any_layout=any_layout)
             if opened is None:

@@ -16,7 +16,7 @@ holds a gradient that counts, and only until there is one: code that clips or lo
 
     method                        from               to
     publish, publish_all, keep    any                PUBLISHED
-    put, restore                  any                PUBLISHED where sums are exposed, else the same
+    put, begin_sum, restore       any                PUBLISHED where sums are exposed, else the same
     mark_consumed                 any                PUBLISHED
     mark_user_gradients           PUBLISHED          NOT_OURS, where the user has replaced the accumulator
     mark_added_gradient           PUBLISHED          NOT_OURS, where autograd has added to it
@@ -72,6 +72,8 @@ class ParamGrads(engine.Sums):
     def __init__(self, slots: list[Slot], always_exposed: bool) -> None:
         super().__init__(always_exposed)
         self.slots = slots
+        #: Whether trained parameters have a `main_grad`.
+        self.has_main_grads = False
         #: What `set_aside` has taken out of p.grad. Empty outside `ignore()`.
         self._aside: dict[Slot, Former] = {}
 
@@ -122,6 +124,35 @@ class ParamGrads(engine.Sums):
             slot.param.grad = accumulator.to(slot.update_dtype)
             return
         slot.accumulator = accumulator
+
+    def begin_sum(self, slot: Slot) -> None:
+        """Make the slot's `main_grad`, if it has one, its sum (Note [main_grad]).
+
+        A tensor that the user has put into p.grad before the window is added to it. Raises RuntimeError if
+        other code has replaced the sum in p.grad since, because modules may have added to `main_grad` too.
+        """
+        if not self.has_main_grads or self.begin_main_grad(slot):
+            return
+        if slot.grad_state in (PUBLISHED, DTYPE_COPY):
+            raise RuntimeError(
+                f"main_grad=True: p.grad of parameter {slot.name!r} was cleared or replaced, but its sum in "
+                "main_grad was not. Allowed: optimizer.zero_grad() or discard() to clear, and writing into "
+                "p.grad in place"
+            )
+        present = self.current(slot)
+        total = slot.main_grad
+        assert total is not None
+        self.put(slot, total)
+        if present is not None:
+            total.add_(present)
+
+    def zero_main_grads(self) -> None:
+        """Write zeros to each `main_grad`."""
+        if not self.has_main_grads:
+            return
+        totals = [slot.main_grad for slot in self.slots if slot.main_grad is not None]
+        if totals:
+            torch._foreach_zero_(totals)
 
     def forget(self, slot: Slot) -> None:
         """Drop the accumulator, and regard p.grad as the user's."""
@@ -228,7 +259,10 @@ class ParamGrads(engine.Sums):
         else:
             # The cast was for a master weight: its dtype is not the parameter's.
             of_master = gradient.dtype != slot.update_dtype
-            self.publish(slot, gradient.to(slot.accumulate_dtype) if of_master else gradient)
+            if slot.main_grad is not None and self.always_exposed:
+                self.publish(slot, slot.main_grad.copy_(gradient))
+            else:
+                self.publish(slot, gradient.to(slot.accumulate_dtype) if of_master else gradient)
 
     def mark_consumed(self) -> None:
         """Mark every gradient in p.grad as used by an update already."""
@@ -300,6 +334,14 @@ class ParamGrads(engine.Sums):
             self.forget(slot)
             if slot.param.grad is not None:
                 slot.param.grad = None
+        self.zero_main_grads()
+
+    def end_window(self) -> None:
+        """Counted loop, after an update: begin a window with zeros in each `main_grad`. So p.grad cannot keep
+        the gradient that the update has used.
+        """
+        self.drop_consumed()
+        self.zero_main_grads()
 
     def zero(self) -> None:
         """Do the same as `clear`, but leave zeros in p.grad where there is a gradient."""
@@ -313,6 +355,8 @@ class ParamGrads(engine.Sums):
             self.forget(slot)
             if gradient is None:
                 continue
+            if slot.main_grad is not None:
+                gradient = slot.main_grad
             if gradient.grad_fn is not None:
                 gradient.detach_()
             else:
@@ -324,6 +368,7 @@ class ParamGrads(engine.Sums):
                 self.publish(slot, gradient.to(slot.accumulate_dtype))
             else:
                 self.place_cast(slot, gradient.to(slot.accumulate_dtype), gradient)
+        self.zero_main_grads()
 
     # What autograd stores
 

@@ -36,6 +36,8 @@ class Path(str, enum.Enum):
     EMBEDDING = "embedding"
     HEAD = "head"
     SINK = "sink"
+    #: A module of another library adds to `param.main_grad` inside its backward pass.
+    MAIN_GRAD = "main_grad"
     #: One launch for many gradients; FSDP2: the same for the shards' gradients.
     MULTI_TENSOR = "multi_tensor"
     FSDP2 = "fsdp2"
@@ -84,6 +86,8 @@ class Slot(engine.Slot):
         #: Whether `grad_dtype` was set to None, and its value before.
         self.widened = False
         self.cleared_grad_dtype: torch.dtype | None = None
+        #: Whether a module of another library has added to `main_grad` itself.
+        self.added_by_module = False
         #: Why a module that could add does not.
         self.left_to = ""
         #: Whether an operator of fusedacc in a compiled graph has delivered a gradient.

@@ -46,6 +46,7 @@ class Slot:
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.accumulator: Tensor | None = None
+        self.main_grad: Tensor | None = None
         self.beta: float | Tensor = 1.0
         self.grad_state = GradState.NOT_OURS
         self.placed: Any = None
@@ -111,6 +112,20 @@ class Sums:
             self.publish(slot, total)
         else:
             slot.accumulator = total
+
+    def begin_main_grad(self, slot: Slot) -> bool:
+        """Make `main_grad`, where there is one, the sum of a slot without a sum. Return False if the sum is
+        another tensor.
+        """
+        if slot.main_grad is None:
+            return True
+        total = self.current(slot)
+        if total is not None:
+            return total is slot.main_grad
+        if slot.grad_state != GradState.NOT_OURS:
+            return False
+        self.put(slot, slot.main_grad)
+        return True
 
     def publish(self, slot: Slot, total: Tensor) -> None:
         """Make a tensor the sum and p.grad."""

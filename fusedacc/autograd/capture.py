@@ -20,6 +20,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.engine import BackwardPass, FallbackEngine, engine_for
 from ..accumulators.in_place import Write
+from ..accumulators.main_grad import is_sum, take_flag
 from ..kernels import torch_state
 from ..kernels.checks import GRADIENT_TYPES
 from ..kernels.torch_private import current_raw_stream, will_run
@@ -71,6 +72,7 @@ class Capture:
         accumulators.passes.lock = self.engine.lock
         self.engine.set_rounds_stochastically(accumulators.noise.seed is not None)
         self.engine.set_condition("sums are rounded stochastically", accumulators.noise.seed is not None)
+        self.engine.set_condition("modules add to main_grad", accumulators.main_grads is not None)
         self.registry = HookRegistry(slots, accumulators, policy, self.engine)
 
     @property
@@ -122,6 +124,11 @@ class Capture:
         backward = self._enter(slot)
         if backward is None:
             return False
+        if slot.main_grad is not None and take_flag(slot, gradient):
+            if reason == HOOK_AFTER_NODE and not backward.ignored:
+                self._check_reduced(backward, slot)
+            self._note_addition(backward, slot, is_returned=gradient is not None and is_sum(slot, gradient))
+            return True
         self._complete([slot])
         if not backward.captures or reason in LEFT_TO_AUTOGRAD:
             self._policy.leave_to_autograd(backward, slot)
@@ -144,6 +151,31 @@ class Capture:
         else:
             adder.add([slot], [gradient], scale)
         return True
+
+    def _check_reduced(self, backward: Any, slot: Slot) -> None:
+        """Raise RuntimeError if a reducer that the wrapper does not know would miss what a module has added.
+        Without the native engine nobody knows whether there is one.
+        """
+        if torch_state.process_group_up() and not self._policy.window.autograd_stores:
+            backward.added = True
+            raise RuntimeError(
+                f"main_grad=True: a module has added the gradient of parameter {slot.name!r} to main_grad, "
+                "where a reducer that the wrapper does not know, such as a DistributedDataParallel, does not "
+                "read it; allowed: data_parallel="
+            )
+
+    def _note_addition(self, backward: Any, slot: Slot, *, is_returned: bool) -> None:
+        """Count what a module has added to `main_grad`, unless it was inside `ignore()`. is_returned: whether
+        the module has taken the sum out of p.grad and returned it.
+        """
+        if backward.ignored:
+            return
+        backward.added = True
+        slot.added_by_module = True
+        if is_returned:
+            self.accumulators.grads.put(slot, slot.main_grad)
+        else:
+            self.accumulators.grads.begin_sum(slot)
 
     def _enter(self, slot: Slot) -> Any:
         """Return the running backward pass, which Python ends. Order the slot's sum after earlier writes."""
@@ -270,6 +302,7 @@ class Capture:
             backward.added = True
             scale = self._scale(backward)
             in_place.complete([slot])
+            self.accumulators.grads.begin_sum(slot)
             opened = in_place.open(slot, scale, any_layout=True)
             try:
                 if opened is None:  # the user has put another kind of tensor into p.grad

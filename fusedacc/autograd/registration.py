@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators.main_grad import leave
 from ..accumulators.param import nothing
 from ..kernels import torch_state
 from ..kernels.registry import NATIVE
@@ -103,6 +104,8 @@ class HookRegistry:
                     "close() that one first, or give each wrapper its own parameters"
                 )
         self._shards.check(slots)
+        if self._accumulators.main_grads is not None:
+            self._accumulators.main_grads.check(slots)
         for slot in slots:
             _owners[id(slot.param)] = weakref.ref(self)
 
@@ -133,6 +136,8 @@ class HookRegistry:
             if slot.seen is not None and (changed or has_former_node):
                 self._describe(slot)
             slot.seen = seen
+            if self._accumulators.main_grads is not None and (changed or has_former_node):
+                self._accumulators.main_grads.follow(slot)
             if not param.requires_grad:
                 # The hook stays on its node, because no code of fusedacc runs when the user unfreezes it.
                 self._engine.drop_plan()
@@ -215,6 +220,8 @@ class HookRegistry:
             self._disarm(slot)
             self.reshaped.pop(slot, None)
             slot.narrow()
+            if slot.main_grad is not None:
+                leave(slot)
             if _owners.get(id(slot.param), nothing)() in (None, self):
                 _owners.pop(id(slot.param), None)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..accumulators import Accumulators, Slot
+from ..accumulators.main_grad import move
 from ..accumulators.memory import Segment, cut
 from ..kernels import registry
 from ..kernels.dtypes import SUM_DTYPES
@@ -149,6 +150,8 @@ class ReduceBucket:
             slot.buffer = view
             slot.segment = self.segment
             slot.in_reduce_bucket = True
+            if slot.main_grad is not None:
+                move(slot, view)
 
     @property
     def views(self) -> list[Tensor]:

@@ -92,7 +92,9 @@ class Accumulation:
         try:
             self._grads.drop_consumed()
             self._grads.set_aside(self._slots)
-            yield
+            main_grads = None if before else self.accumulators.main_grads
+            with contextlib.nullcontext() if main_grads is None else main_grads.replaced():
+                yield
         finally:
             window.ignoring = before
             if not before:
@@ -122,6 +124,8 @@ class Accumulation:
                 f"micro-batches {'outside' if in_graph else 'inside'} the capture, and their count would be "
                 "replayed with it"
             )
+        if window.adds_unscaled and not window.ignoring:
+            self._check_may_add()
         if in_graph and self._noise.seed is not None:
             raise RuntimeError(
                 "a CUDA graph would replay the random bits of its capture, and round every window's sums "
@@ -134,6 +138,25 @@ class Accumulation:
         if self.ranks.parallel is not None and outermost and not window.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, backward.captures and not schedule)
         return backward
+
+    def _check_may_add(self) -> None:
+        """With `main_grad`: taint the window and raise RuntimeError if modules, which may have added in this
+        backward pass already, must not add now.
+        """
+        window = self.window
+        if window.full:
+            reason = "the update of the last window has failed"
+            allowed = "step() or flush() again, or zero_grad(), before the next backward pass"
+        elif window.counted and window.is_divided:
+            reason = "the window's sums were divided at the end of its last backward pass"
+            allowed = "as many backward passes in a window's last micro-batch as in the one before"
+        elif torch.is_grad_enabled() and not window.counted:
+            reason = "create_graph=True in a manual loop adds to p.grad out of place"
+            allowed = "a counted loop, or main_grad=False"
+        else:
+            return
+        window.tainted = f"a backward pass has added to main_grad too late: {reason}"
+        raise RuntimeError(f"main_grad=True: {reason}, and modules add to it; allowed: {allowed}")
 
     def _begin_ignored(self) -> Any:
         window = self.window
@@ -160,7 +183,7 @@ class Accumulation:
                 self.collect_autograd_gradients()
         elif window.empty:
             self._grads.make_private()
-        if window.counted and window.will_update:
+        if window.counted and window.will_update and not window.adds_unscaled:
             self._change_sum_scale(window.final_scale(ending=True))  # applied by the window's last additions
         return backward
 
@@ -198,6 +221,8 @@ class Accumulation:
             self._grads.set_aside([slot])  # `bring_back` may have run since
         elif self.window.adds_stored or self._adds_beside(backward, slot):
             self._grads.begin_autograd_gradient(slot)
+        else:
+            self._grads.begin_sum(slot)  # autograd adds to it
         backward.note_stored(slot)
 
     def _adds_beside(self, backward: Any, slot: Slot) -> bool:
@@ -270,6 +295,7 @@ class Accumulation:
     def _own(self, slot: Slot, gradient: Tensor) -> None:
         """Copy p.grad if it has another dtype than the accumulator or shares memory: autograd adds to it."""
         is_own = gradient.is_sparse or (gradient.dtype == slot.accumulate_dtype and owns_memory(gradient))
+        is_own = is_own or gradient is slot.main_grad
         if slot.may_publish() and not is_own:
             self._grads.publish(slot, gradient.to(slot.accumulate_dtype, copy=True))
 
@@ -342,6 +368,8 @@ class Accumulation:
                 outermost and backward.captures and self.ranks.reduce_last()
             ):
                 return  # `step()` adds gradients with a graph, and then reduces
+            if self.window.adds_unscaled and not self.window.is_last_usual_backward:
+                return  # modules may add more
             self.publish()
         elif outermost and self.ranks.parallel is not None:
             if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
@@ -474,7 +502,7 @@ class Accumulation:
         """
         window = self.window
         is_only = window.micro_step == 0 and window.steps == 1 and not window.reduction.weighs
-        fits = gradient.dtype == slot.accumulate_dtype and slot.may_publish()
+        fits = gradient.dtype == slot.accumulate_dtype and slot.may_publish() and slot.main_grad is None
         return is_only and fits and self.ranks.parallel is None and slot.accumulator is None
 
     def collect_autograd_gradients(self) -> None:

@@ -60,6 +60,7 @@ BYTES: dict[Path, str | tuple[str, str]] = {
     Path.GROUPED: ("gemm", "gemm"),
     Path.HEAD: ("gemm", "gemm"),
     Path.SINK: ("gemm", "gemm"),
+    Path.MAIN_GRAD: "-",
     Path.MULTI_TENSOR: ("fusedacc", "fusedacc"),
     Path.FSDP2: ("fusedacc", "fusedacc"),
     Path.EAGER: ("fusedacc", "mixed_add"),
@@ -166,6 +167,8 @@ def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) ->
         return Route((stored.path,), str(stored.backend), _SCHEDULED)
     if reason == reasons.IN_MODULE:
         return _in_backward(slot, accumulators)
+    if slot.added_by_module:
+        return Route((Path.MAIN_GRAD,), "module", "a module adds to main_grad by itself inside its backward")
     if backend is None:
         selection = accumulators.passes.select(slot.lane)
         cast = "the weight's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""

@@ -295,7 +295,9 @@ class CountedLoop(Loop):
             self._accumulators.clear()
         else:
             self._accumulators.end_update()
-            if self._capture.bypassed:
+            if self._accumulators.main_grads is not None:
+                self._accumulators.grads.end_window()
+            elif self._capture.bypassed:
                 self._accumulators.grads.drop_consumed()
         self._begin_next_window(skipped)
 

@@ -17,9 +17,15 @@ class MicroBatch:
     """The current micro-batch. `accumulate()` yields it, and `weight` may be set later."""
 
     def __init__(
-        self, reduction: Reduction, has_run: Callable[[], bool], weight: float | Tensor | None = None
+        self,
+        reduction: Reduction,
+        has_run: Callable[[], bool],
+        weight: float | Tensor | None = None,
+        *,
+        allows_zero: bool = True,
     ) -> None:
         self._reduction = reduction
+        self._allows_zero = allows_zero
         #: Returns whether a backward pass has ended in the window's current micro-batch.
         self._has_run = has_run
         #: Whether this micro-batch has ended.
@@ -44,7 +50,8 @@ class MicroBatch:
         reaches the accumulators.
 
         Raises:
-            ValueError: the reduction takes no weights, or the value is negative or not finite.
+            ValueError: the reduction takes no weights, or the value is negative or not finite, or 0 with
+                `main_grad=True`.
             TypeError: the value is not a number.
             RuntimeError: it is set too late.
         """
@@ -58,6 +65,11 @@ class MicroBatch:
                 f"allowed with {' and '.join(map(repr, WEIGHING))}"
             )
         value = check_weight(weight)
+        if not (self._allows_zero or isinstance(value, Tensor) or value != 0):
+            raise ValueError(
+                "weight=0 does not go with main_grad=True, because a module that adds its gradient by itself "
+                "cannot leave it out; allowed: weights above 0, or the backward pass inside ignore()"
+            )
         on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)
         # Tensors on a device are not compared, which would synchronise.
         is_new = weight is not self._given_weight if on_device else value != self._weight

@@ -67,9 +67,7 @@ class RankReduction:
         undoes the reduction. If one is missing, or the weight is, `finish_sums` reduces.
         """
         window = self.window
-        if window.num_backwards < window.usual_backwards or (
-            window.reduction.weighs and window.micro.weight is None
-        ):
+        if not window.is_last_usual_backward or (window.reduction.weighs and window.micro.weight is None):
             return False
         self.reduce(ending=True)
         return True

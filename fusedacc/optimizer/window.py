@@ -68,9 +68,12 @@ class Window(WindowCounts):
     Args:
         schedule: the wrapper's argument `gradient_accumulation_steps`.
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
+        adds_unscaled: whether gradients are added as they are, because modules add some of them to
+            `main_grad` by themselves. Then the sums are divided when the last backward pass has ended.
     """
 
-    def __init__(self, schedule: Schedule, reduction: str | None) -> None:
+    def __init__(self, schedule: Schedule, reduction: str | None, *, adds_unscaled: bool = False) -> None:
+        self.adds_unscaled = adds_unscaled
         #: The number of ranks that the wrapper reduces over; 1 without attached ranks.
         self.ranks = 1
         #: Whether autograd stores all gradients in p.grad, because there is no native engine.
@@ -106,9 +109,21 @@ class Window(WindowCounts):
     @property
     def divided_by(self) -> int:
         """Return the number that gradients are divided by as they are added."""
+        return 1 if self.adds_unscaled else self._usual_divisor
+
+    @property
+    def _usual_divisor(self) -> int:
+        """Return what `divided_by` is if gradients may be scaled."""
         if not self.counted or self.reduction.weighs:
             return 1
         return self.ranks * (self.steps if self.reduction.counts else 1)
+
+    @property
+    def scale_left_out(self) -> float:
+        """Return the factor that gradients are not multiplied by as they are added, because of
+        `adds_unscaled`. Checkpoints save it as a deferred scale of the sums.
+        """
+        return 1.0 / self._usual_divisor if self.adds_unscaled else 1.0
 
     @property
     def gradient_scale(self) -> float | Tensor:
@@ -134,7 +149,7 @@ class Window(WindowCounts):
         """Return the `gradient_scale` of the next window, for a reduction without weights. None if it is not
         known yet, because a schedule is called when the window begins, or if the window has one micro-batch.
         """
-        if not self.counted:
+        if not self.counted or self.adds_unscaled:
             return 1.0
         steps = self.schedule if self._steps is None else self._steps
         if not isinstance(steps, int) or steps == 1:
@@ -174,6 +189,16 @@ class Window(WindowCounts):
         self.weight_total = self.weight_total + weight
         self.weights.append(weight)
 
+    @property
+    def is_last_usual_backward(self) -> bool:
+        """Whether as many backward passes have ended in this micro-batch as in the one before."""
+        return self.num_backwards >= self.usual_backwards
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the sums were divided or reduced already, so that nothing may be added as it is."""
+        return self.totals is not None or isinstance(self.sum_scale, Tensor) or self.sum_scale != 1.0
+
     # The final scale
 
     @property
@@ -195,13 +220,14 @@ class Window(WindowCounts):
             partial: whether the window ends now even if it is not full.
         """
         if not self.reduction.divides:
-            return 1.0
+            return self.scale_left_out
         if self.ranks > 1:
             return self._final_scale_of_ranks()
         micro_batches = self.micro_step + ending
         if self.reduction.counts:
             # In a counted loop, each gradient was divided by the number of micro-batches of a full window.
-            if self.counted and not (partial and 0 < micro_batches < self.steps):
+            is_full = not (partial and 0 < micro_batches < self.steps)
+            if self.counted and is_full and not self.adds_unscaled:
                 return 1.0
             return self.reduction.final_scale(self.divided_by, max(micro_batches, 1), 0.0)
         if ending and self.micro.weight is None:
@@ -214,7 +240,7 @@ class Window(WindowCounts):
     def _final_scale_of_ranks(self) -> float | Tensor | None:
         if self.totals is not None:
             return self._final_of_totals
-        return 1.0 if self.counted and self.reduction.counts else None
+        return 1.0 if self.counted and self.reduction.counts and not self.adds_unscaled else None
 
     def _final_scale_of_shards(
         self, shards: Shards, micro_batches: int, current: float | Tensor | None

@@ -64,6 +64,8 @@ class WindowCounts(WindowState):
         reduction: the wrapper's argument; None for "mean" when counted and "sum" when manual.
     """
 
+    #: See `Window`.
+    adds_unscaled = False
     tainted: str | None
     sum_scale: float | Tensor
     in_context: bool
@@ -132,7 +134,8 @@ class WindowCounts(WindowState):
         return int(steps)
 
     def _new_micro_batch(self, weight: float | Tensor | None = None) -> MicroBatch:
-        return MicroBatch(self.reduction, partial(_has_run, weakref.ref(self)), weight)
+        has_run = partial(_has_run, weakref.ref(self))
+        return MicroBatch(self.reduction, has_run, weight, allows_zero=not self.adds_unscaled)
 
     @property
     def empty(self) -> bool:

@@ -91,13 +91,19 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             rank gets the parameters of its first rank.
         reduce_dtype: dtype of the all-reduce; None: the accumulators' dtype, or float32 with stochastic
             rounding. bfloat16 sends half the bytes of float32, and adds in bfloat16, rounded to nearest.
+        main_grad: whether each trained parameter gets an attribute `main_grad`, which is its accumulator.
+            Modules of Megatron-Core, TransformerEngine and others then add their weight gradients to it
+            inside their backward. The accumulators live as long as the wrapper, and hold zeros when a window
+            begins. After `step()` in a counted loop, `p.grad` is None.
 
     Raises:
         TypeError: `optimizer` is not a `torch.optim.Optimizer`, or an argument has the wrong type.
         ValueError: an argument or FUSEDACC_SELFTEST has a value that is not allowed. A parameter is in
             another live wrapper, or has no shape yet (lazy modules before their first forward pass).
             `optimizer` is L-BFGS in a counted loop, which evaluates its closure many times per step, or
-            updates inside the backward pass (optimi's `gradient_release`).
+            updates inside the backward pass (optimi's `gradient_release`). With `main_grad=True`: the
+            reduction is "weighted", rounding is "stochastic", or a parameter is a DTensor, has a
+            `main_grad` already, or has `overwrite_main_grad` set.
         RuntimeError: the requested backend is unavailable or has failed its self-test.
     """
 
@@ -124,9 +130,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         backend: str = "auto",
         data_parallel: DistributedDataParallel | torch.distributed.ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
+        main_grad: bool = False,
     ) -> None:
         _check_inner_optimizer(optimizer)
-        window = Window(gradient_accumulation_steps, reduction)
+        window = Window(gradient_accumulation_steps, reduction, adds_unscaled=bool(main_grad))
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
@@ -137,6 +144,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         selftest.is_off()  # raises for a wrong FUSEDACC_SELFTEST
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         _check_model(model, keep_casts)
+        _check_main_grad(window, rounding)
         self._build(
             optimizer,
             window,
@@ -175,6 +183,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         of_subclass = set(self.__dict__)
         self.optimizer = optimizer
         self._accumulate_dtype = accumulate_dtype
+        self._main_grad = window.adds_unscaled
         self._window = window
         self._closed = False
         self._thread = threading.get_ident()
@@ -184,7 +193,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._slots = self._parameter_set.slots
         if model is not None:
             name_slots(model, self._slots)
-        self._accumulators = Accumulators(self._slots, not window.counted, backend, seed)
+        self._accumulators = Accumulators(
+            self._slots, not window.counted, backend, seed, main_grad=window.adds_unscaled
+        )
         self._masters = MasterWeights(self._slots, optimizer, backend) if master_weights else None
         if self._masters is None:  # else torch's kernel runs on float32
             warn_of_unwritten(optimizer, optimizer.param_groups, 4)
@@ -221,7 +232,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._loss_scale = LossScaleLink(self._loop)
 
         #: What unpickling builds again, and a scheduler's patch of `step()`, which must not be copied.
-        saved = {"optimizer", "_accumulate_dtype", *of_subclass}
+        saved = {"optimizer", "_accumulate_dtype", "_main_grad", *of_subclass}
         self._rebuilt = {"_rebuilt", "step", *self.__dict__} - saved
 
     def _accumulate_in_modules(self, model: torch.nn.Module, backend: str, keep_casts: bool) -> None:
@@ -345,10 +356,10 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 are synchronised in every micro-batch. You may change it between micro-batches.
 
         Raises:
-            ValueError: the reduction takes no weights, or the weight is negative or not finite. `defer` is
-                none of these values. It is "all_reduce" without FSDP2 on a mesh of two dimensions, in a
-                manual loop, or with a pipeline schedule. It is "none" with a DistributedDataParallel, or with
-                a process group of `data_parallel=`. Nothing has changed.
+            ValueError: the reduction takes no weights, or the weight is negative or not finite, or 0 with
+                `main_grad=True`. `defer` is none of these values. It is "all_reduce" without FSDP2 on a mesh
+                of two dimensions, in a manual loop, or with a pipeline schedule. It is "none" with a
+                DistributedDataParallel, or with a process group of `data_parallel=`. Nothing has changed.
             TypeError: the weight is not a number.
             RuntimeError: contexts are nested.
         """
@@ -682,6 +693,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 "allowed: between windows, or discard() first, and not after close()"
             )
         if pipelines.is_schedule(given):
+            if self._main_grad:
+                raise ValueError(
+                    "attach(): a pipeline schedule divides gradients as they are added, which modules that "
+                    "add to main_grad do not do; allowed: main_grad=False"
+                )
             self._sync_param_groups()
             self._pipeline_steps.attach(given, self._shared_settings())
             return
@@ -857,7 +873,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         attributes = dict(state)
         snapshot: checkpoint.Snapshot = attributes.pop("_snapshot")
-        window = Window(snapshot.schedule, snapshot.reduction)
+        main_grad = attributes.pop("_main_grad")
+        window = Window(snapshot.schedule, snapshot.reduction, adds_unscaled=main_grad)
         self._build(
             attributes.pop("optimizer"),
             window,
@@ -927,6 +944,23 @@ def _seed_of_rounding(rounding: Any, seed: Any, accumulate_dtype: Any) -> int | 
             f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
         )
     return checked
+
+
+def _check_main_grad(window: Window, rounding: str) -> None:
+    """Raise ValueError if modules cannot add to the sums of this window by themselves."""
+    if not window.adds_unscaled:
+        return
+    if window.reduction.scales_by_weight:
+        raise ValueError(
+            f"main_grad=True does not go with reduction={window.reduction.name!r}, whose weights multiply "
+            "gradients as they are added, because modules add to main_grad without them; allowed: "
+            "reduction='normalized' with losses that are sums, 'mean' or 'sum'"
+        )
+    if rounding == STOCHASTIC:
+        raise ValueError(
+            f"main_grad=True does not go with rounding={rounding!r}, because modules round to nearest when "
+            "they add to main_grad; allowed: rounding='nearest'"
+        )
 
 
 def _check_model(model: Any, keep_casts: bool) -> None:

@@ -66,7 +66,8 @@ def load(
     restore_window(window, loaded.counters)
     accumulators.noise.restore(loaded.noise, accumulators.slots)
     for name, saved in loaded.sums.items():
-        accumulators.restore(slots[name], saved.total, saved.published, saved.deferred_scale)
+        scale = saved.deferred_scale / window.scale_left_out
+        accumulators.restore(slots[name], saved.total, saved.published, scale)
     if masters is not None:
         for name, master in checkpoint.masters.items():
             masters.put(slots[name], master)

@@ -106,7 +106,7 @@ def _save_sums(
         slot = slots[index]
         of_sum = of_window | {
             PUBLISHED: slot.grad_state == GradState.PUBLISHED,
-            DEFERRED_SCALE: float(slot.beta),
+            DEFERRED_SCALE: float(slot.beta) * window.scale_left_out,
         }
         if has_rows:
             has_sum = accumulators.grads.current(slot) is not None
