@@ -337,9 +337,6 @@ fusedacc/optimizer: tests/distributed/test_main_grad_ranks.py
 # with main_grad, "sum" over ranks is their sum
 -            return self.scale_left_out
 +            return 1.0
-# with main_grad, sums over ranks are taken for divided
-- and self.reduction.counts and not self.adds_unscaled else None
-+ and self.reduction.counts else None
 # a pipeline schedule is attached although modules add by themselves
 -            if self._main_grad:
 +            if False:

@@ -240,7 +240,7 @@ class Window(WindowCounts):
     def _final_scale_of_ranks(self) -> float | Tensor | None:
         if self.totals is not None:
             return self._final_of_totals
-        return 1.0 if self.counted and self.reduction.counts and not self.adds_unscaled else None
+        return 1.0 if self.counted and self.reduction.counts else None
 
     def _final_scale_of_shards(
         self, shards: Shards, micro_batches: int, current: float | Tensor | None

@@ -74,6 +74,8 @@ def check_reductions(kind: str, reduction: str, protocol: str, passes: int) -> N
         with optimizer.accumulate(weight=weight):
             for _ in range(passes):
                 (loss_of(called, index, dist.get_rank()) / passes).backward()
+        if optimizer.will_update:
+            assert net.up.weight.grad is net.up.weight.main_grad
         optimizer.step()
     optimizer.flush()
     assert optimizer.num_updates == 5
