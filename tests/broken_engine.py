@@ -480,7 +480,7 @@ fusedacc/nn: tests/nn/test_sink.py tests/nn/test_sink_arguments.py tests/nn/test
 -if slot.param._backward_hooks or not capture
 +if not capture
 # activation checkpointing has no sinks
-- or _sum_of(_parameter_behind(param), _SINK)
+- or sum_of_parameter(parameter_behind(param), SINK)
 +
 # functions add to sums that are rounded stochastically
 -return not capture.accumulators.noise.rounds(self.slot.accumulate_dtype)
@@ -504,9 +504,9 @@ fusedacc/nn: tests/nn/test_sink.py tests/nn/test_sink_arguments.py tests/nn/test
 -if (gradient.dtype, dtype) not in PAIRS:
 +if gradient.dtype is not self.slot.param.dtype:
 # offsets beyond the rows reach a kernel
--        _check_ends(offs, left.shape[0])
+-        check_ends(offs, left.shape[0])
 # indices beyond the rows reach a kernel
--        _check_indices(indices, self._weight.shape[0])
+-        check_indices(indices, self._weight.shape[0])
 # functional.linear leaves all gradients to PyTorch
 -if found is None or weight.dim() != 2
 +if True

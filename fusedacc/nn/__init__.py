@@ -2,7 +2,8 @@
 
 from . import functional
 from .kept_cast import KeptCasts
+from .offered_sums import Sinks
 from .patches import Replacements, name_slots
-from .sinks import Sink, Sinks, sink
+from .sinks import Sink, sink
 
 __all__ = ["KeptCasts", "Replacements", "Sink", "Sinks", "functional", "name_slots", "sink"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from ..kernels.checks import ORDINARY_TYPES
+from . import compiled
 from .cross_entropy import linear_cross_entropy
-from .sinks import linear_into_sum
+from .offered_sums import LINEAR, offer_to_compiler, sum_of_parameter
 from .stacked import grouped_product, plain_of
 
 __all__ = ["grouped_linear", "linear", "linear_cross_entropy"]
@@ -31,8 +36,28 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: as `torch.nn.functional.linear`.
     """
-    output = linear_into_sum(input, weight, bias)
+    output = _linear_into_sum(input, weight, bias)
     return torch.nn.functional.linear(input, weight, bias) if output is None else output
+
+
+def _linear_into_sum(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return input @ weight.T + bias. Its backward adds the gradient of the weight to its sum.
+
+    Returns None if PyTorch must compute it, or raise.
+    """
+    if is_compiling():
+        offer_to_compiler(LINEAR)
+        traced: Any = getattr(weight, LINEAR, None)
+        is_large = weight.numel() > compiled.SMALL
+        if not (is_large and compiled.accumulates(traced, weight)) or not (
+            bias is None or type(bias) in ORDINARY_TYPES
+        ):
+            return None
+        return compiled.linear(input, weight, bias, traced.ticket, False, False)
+    found = sum_of_parameter(weight, LINEAR)
+    if found is None or weight.dim() != 2 or not found.announce():
+        return None
+    return found.output(input, weight, bias)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
