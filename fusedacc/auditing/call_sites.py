@@ -6,7 +6,8 @@ import functools
 import inspect
 import os
 import zlib
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,14 +39,19 @@ class CallSite(NamedTuple):
         return f"{function} at {self.line}"
 
 
-def call_site() -> CallSite:
-    """Return the innermost call of the script: of a file that is in no library."""
+def call_site(made: Any = None) -> CallSite:
+    """Return the innermost call of the script: of a file that is in no library.
+
+    Args:
+        made: an object whose `__init__()` runs. Then it is the call that makes the object.
+    """
     frame = inspect.currentframe()
     calls: list[str] = []
     line = library = ""
     while frame is not None and not line:
         file = inspect.getfile(frame)
-        if not _is_torch_or_auditing(file):
+        is_own_init = made is not None and frame.f_locals.get("self") is made
+        if not (_is_torch_or_auditing(file) or is_own_init):
             is_library = _is_library(file)
             if not calls or not is_library:
                 calls.append(f"{file}:{frame.f_lasti}")
@@ -55,6 +61,12 @@ def call_site() -> CallSite:
                 line = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return CallSite(line, zlib.crc32(" ".join(calls).encode()), library)
+
+
+def describe_calls(sites: Iterable[CallSite], function: str) -> str:
+    """Say where a function is called, without repetitions, for a text with "{name}" for amounts."""
+    found = {site.describe(function) for site in sites}
+    return ", ".join(sorted(found - {""})).replace("{", "{{").replace("}", "}}")
 
 
 @functools.cache

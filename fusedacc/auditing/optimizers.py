@@ -28,6 +28,7 @@ class OptimizerRecord:
     Attributes:
         reference: the optimizer.
         number: stands for it; ids are used again.
+        made: where it was made, such as "made at train.py:12"; empty: unknown.
         owned: its parameters, by the number of the leaf whose gradients they get.
         owned_mask: the bits of these numbers.
         last_sketches: the gradients it used last, by the leaf's number.
@@ -42,6 +43,7 @@ class OptimizerRecord:
 
     reference: weakref.ref[Any]
     number: int
+    made: str = ""
     owned: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     owned_mask: int = 0
     last_sketches: SketchSet | None = None

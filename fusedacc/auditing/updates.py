@@ -18,7 +18,7 @@ from .call_sites import call_site
 from .guard import guarded
 from .leaves import grad_state, is_distributed, local_part
 from .optimizers import OptimizerRecord, parameters_of
-from .records import BackwardPass, Equations, Update
+from .records import BackwardPass, Equations, ListedOptimizer, Update
 from .repetitions import find_repetitions
 from .shards import first_row
 from .sketch_sets import SketchSet, mask_of
@@ -236,10 +236,12 @@ class Updates:
         record.is_cleared = record.misses_passes = False
         self.watch.num_waiting = 0
         if number not in history.optimizers:
-            history.optimizers[number] = len(history.optimizers), type(optimizer).__name__
+            listed = ListedOptimizer(len(history.optimizers), type(optimizer).__name__, record.made)
+            history.optimizers[number] = listed
             if dist.is_available() and dist.is_initialized():
                 history.rank, history.num_ranks = dist.get_rank(), dist.get_world_size()
         history.update_counts[number] += 1
+        update.num_passes = history.num_passes
         record.used_at = history.num_updates
         history.window_starts[number] = history.num_passes + (self.watch.current is not None)
         self.watch.optimizers.name_parameters(record, open_update.params)
