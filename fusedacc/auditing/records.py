@@ -44,6 +44,7 @@ class BackwardPass:
         keeps_graph: whether `retain_graph=True` was given: another loss of the same micro-batch may follow.
         has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
         evaluating: optimizers whose model was in evaluation mode.
+        versions: `Optimizers.versions()` after it.
         dtype: the gradients' least precise dtype.
         rank: the rank that ran it.
         leaves: the bits of the leaves that got a gradient.
@@ -70,6 +71,7 @@ class BackwardPass:
     keeps_graph: bool = False
     has_other_inputs: bool = False
     evaluating: frozenset[int] = frozenset()
+    versions: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     rank: int = 0
     leaves: int = 0
@@ -169,6 +171,7 @@ class Update:
         misses_passes: whether sketches of passes of its window were freed.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
+        moved: passes after which other code has changed the parameters, before another pass.
         is_restored: whether the optimizer was, or may have been, loaded or copied in this window, so that its
             sums may have gradients that no pass of this process has delivered.
         number: counts the optimizer's updates from 1.
@@ -177,7 +180,9 @@ class Update:
         equations: the sketches; None once weights are known.
         weights, errors: weight of each pass, and its standard error.
         unit: a weight of usual size.
+        is_kept: whether p.grad of some parameters was not cleared since the last update.
         stale_weight: weight of the gradient of the last update.
+        stale_parameters: those that may have it; empty: all.
         late_weight: largest weight of a pass that the last update has lost.
         rest: the part of the gradient that is no sum of those of passes, relative to its norm.
         rest_if_fair: the same with equal weights.
@@ -204,6 +209,7 @@ class Update:
     is_touched: bool = False
     is_restored: bool = False
     evaluating: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
     number: int = 0
     num_passes: int = 0
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -212,7 +218,9 @@ class Update:
     weights: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     unit: float = 0.0
+    is_kept: bool = False
     stale_weight: float = 0.0
+    stale_parameters: list[str] = field(default_factory=list)
     late_weight: float = 0.0
     rest: float = 1.0
     rest_if_fair: float = 1.0

@@ -51,8 +51,8 @@ PLAIN = {
         "hold the same number."
     ),
     ("scale", "left over"): (
-        "update from the micro-batches that are left at the end of an epoch: divide their losses by their "
-        "number, then call step() and zero_grad()."
+        "at the end of an epoch, update from the micro-batches that are left: divide their losses by their "
+        "number, then call step() and zero_grad(). If your code skips an update, call zero_grad() there too."
     ),
     ("scale", "divisor"): (
         "call step() only after as many micro-batches as you divide by, or divide by the number between two "

@@ -167,7 +167,9 @@ class _Sum:
         if any(abs(total - self.target) <= tolerance * self.target for total in totals):
             return None
         losses = self._losses_per_micro_batch()
-        if losses > 1 and is_close(self.total, self.target * losses):
+        if losses > 1 and any(
+            is_close(self.total, self.target * losses * factor) for factor in (1.0, self.losses[0].factor)
+        ):
             return None
         # Writes to p.grad.data are not seen, but then nothing in the loss explains why sums differ.
         may_be_touched = self.is_touched or are_steady(self.others.factors, 1e-6)
@@ -272,7 +274,9 @@ class _Sum:
                 "instead of divided"
             )
             return _scale("multiplied", text, factor)
-        if any(is_close(self.total, self.target * multiple) for multiple in times):
+        if count > 1 and is_close(factor, self._own_factor() * count):
+            factor, times = float(count), {count}
+        if any(is_close(factor, multiple) for multiple in times):
             text = (
                 f"the gradient is {{fraction}} times the mean of {batches}: nothing divides by their number"
             )
@@ -306,6 +310,17 @@ class _Sum:
         loss = self.losses[0]
         constants = [*loss.factors, *(1 / divisor for divisor in loss.divisors if divisor)]
         return sum(is_close(x, 1 / self.count) or is_close(x, self.ranks / self.count) for x in constants)
+
+    def _own_factor(self) -> float:
+        """Return the factor of a mean that nothing else divides: 1/2 in (a + b) / 2. 0: none, or unsure.
+
+        It is no division by the number of micro-batches, because the sum would not exceed 1 then.
+        """
+        loss = self.losses[0]
+        is_steady = are_steady(self.others.factors, 1e-6) and not self.others.has_lengths
+        if self.kind != "mean" or loss.divisors or self.is_touched or not is_steady or self._divisions():
+            return 0.0
+        return loss.factor if self.total > self.target and not loss.is_divided_sum else 0.0
 
     def _possible_multiples(self) -> set[int]:
         """Return by which numbers the sum may be wrong, if no factor of the loss's own explains it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .amounts import Amount
 from .call_sites import describe_calls
+from .doubts import add_doubts
 from .number_ranges import NumberRanges
 from .records import EVENNESS, BackwardPass, Update
 from .wording import (
@@ -107,6 +108,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
             return
     is_sure = len(unsure) <= len(update.passes) / 2 or len(update.passes) == 1
     _note_hooks(update)
+    add_doubts(update)
     if is_sure or not is_fair:
         _find_lost(update, top, unsure, is_fair)
     _judge_repeated(update)
@@ -241,7 +243,9 @@ def _judge_lost(update: Update) -> None:
 def _judge_stale(update: Update) -> None:
     weight, others = update.stale_weight, update.other_losses
     where = _where_to_clear(update)
-    if weight:
+    if weight and update.stale_parameters:
+        _add_stale_parameters(update, update.stale_parameters, weight)
+    elif weight:
         times = "" if is_close(weight, 1) else ", {times} times"
         text = f"the gradient of the previous update counts again{times}"
         if others:
@@ -255,6 +259,12 @@ def _judge_stale(update: Update) -> None:
     if update.late_weight:
         text = "gradients of the previous update's micro-batches arrive only in this update"
         update.add_problem("stale", "late", text, factor=update.late_weight)
+
+
+def _add_stale_parameters(update: Update, names: list[str], weight: float, comment: str = "") -> None:
+    text = "{parameters}: the gradient of the previous update counts again: nothing clears it" + comment
+    listed, where = format_names(names), _where_to_clear(update)
+    update.add_problem("stale", "parameters", text, factor=weight, parameters=listed, call=where)
 
 
 def _where_to_clear(update: Update) -> str:
@@ -424,12 +434,7 @@ def _judge_parameters(update: Update) -> None:
         text = "{parameters}: each rank uses only its own gradients: nothing averages them over the ranks"
         update.add_problem("ranks", "own", text, parameters=format_names(of_one_rank))
     if stale:
-        text = (
-            "{parameters}: the gradient of the previous update counts again: nothing clears it (the table "
-            "shows the other parameters)"
-        )
-        listed = format_names(stale)
-        update.add_problem("stale", "parameters", text, factor=1.0, parameters=listed)
+        _add_stale_parameters(update, stale, 1.0, " (the table shows the other parameters)")
 
 
 def _ranks_that_count(update: Update, weights: list[float]) -> set[int]:
