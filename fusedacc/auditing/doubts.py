@@ -19,7 +19,11 @@ def add_doubts(update: Update) -> None:
     if moved and len(moved) < len(counting):  # as in SAM without its zero_grad()
         update.notes.append(MOVED)
     places = {each.place for each in counting if not each.has_other_inputs}
-    strange = [each for each in counting if each.has_other_inputs and each.place not in places]
+    strange = [
+        each
+        for each in counting
+        if each.has_other_inputs and each.place not in places and each.number not in update.evaluating
+    ]
     if strange and places:  # as for adversarial examples
         calls = describe_calls((each.site for each in strange), FUNCTIONS[strange[0].how])
         update.notes.append(

@@ -18,8 +18,8 @@ PLAIN = {
     ("lost", "cleared"): "call zero_grad() once for each update, after step(), not between micro-batches.",
     ("lost", "empty"): "call zero_grad() after step(), not before it.",
     ("lost", "other"): (
-        "add each micro-batch's gradient to p.grad before step() (do not assign it), and clear p.grad only "
-        "after step()."
+        "add each micro-batch's gradient to p.grad before step() (do not assign it), and set p.grad to None "
+        "or zero only after step()."
     ),
     ("lost", "other on ranks"): _REDUCE_AT_THE_LAST,
     ("double", "twice"): "call backward() once for each loss.",
@@ -95,13 +95,8 @@ PLAIN = {
         "all_reduce. Do it once, before step()."
     ),
     ("uneven", "unknown"): "let all losses of an update count the same, and leave p.grad alone between them.",
-    ("stale", "again"): (
-        "call {zero_grad} once for each update, directly before the first backward() of its own losses."
-    ),
-    ("stale", "other loss"): (
-        "call {zero_grad} in each update directly before the first backward() of its own losses, not only "
-        "after its step()."
-    ),
+    ("stale", "again"): ("call {zero_grad} there, once for each update."),
+    ("stale", "other loss"): ("call {zero_grad} there, once for each update, not only after its step()."),
     ("stale", "parameters"): (
         "clear the gradients of these parameters too, after each step(): model.zero_grad() clears all."
     ),

@@ -31,7 +31,8 @@ def describe_weights(update: Update) -> tuple[str, str]:
     ]
     text = _weights(update, values, errors, None not in known)
     previous = PREVIOUS if update.stale_weight else ""
-    if None in known or update.late_weight:
+    has_parts = any(problem.cause == "part" for problem in update.problems)  # of losses in later losses
+    if None in known or update.late_weight or has_parts:
         return text + previous, UNKNOWN
     return text + previous, _sums(update, values) + previous
 
