@@ -320,7 +320,8 @@ class _Sum:
         is_steady = are_steady(self.others.factors, 1e-6) and not self.others.has_lengths
         if self.kind != "mean" or loss.divisors or self.is_touched or not is_steady or self._divisions():
             return 0.0
-        return loss.factor if self.total > self.target and not loss.is_divided_sum else 0.0
+        is_share = self.total > self.target and not loss.is_divided_sum  # a factor above 1 may undo a mean
+        return loss.factor if is_share and loss.factor < 1 else 0.0
 
     def _possible_multiples(self) -> set[int]:
         """Return by which numbers the sum may be wrong, if no factor of the loss's own explains it."""
