@@ -144,7 +144,7 @@ def _reduction(loss: Loss, node: Node, depth: int) -> Loss:
         loss = replace(loss, kind="mean", count=float(node._saved_self_sym_numel))
     elif name.startswith("SumBackward"):
         loss = replace(loss, kind="sum", count=_summands(node))
-    elif name.startswith("AddBackward") and depth < MAX_DEPTH:
+    elif name.startswith(("AddBackward", "SubBackward")) and depth < MAX_DEPTH:
         loss = _sum_of_losses(loss, [read_loss(each, depth + 1) for each in _inputs(node)])
     if loss.kind == "sum" and loss.count and any(abs(each - loss.count) < 1e-3 for each in loss.divisors):
         # sum(x * mask) / mask.sum()
