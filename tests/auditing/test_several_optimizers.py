@@ -80,8 +80,8 @@ def test_a_generators_loss_that_is_left_in_the_critic(k):
     )
     assert lines[start + 1 : start + 3] == [
         f"    Where: after backward() at {AT}, before backward() at {AT}",
-        f"    Fix: call the zero_grad() of optimizer 1 (Adam, made at {AT}) in each update directly before "
-        "the first backward() of its own losses, not only after its step().",
+        f"    Fix: call the zero_grad() of optimizer 1 (Adam, made at {AT}) there, once for each update, "
+        "not only after its step().",
     ]
     assert f"Optimizer 1: Adam, made at {AT}." in lines
     assert f"Optimizer 2: SGD, made at {AT}." in lines
@@ -135,8 +135,7 @@ def test_optimizers_that_share_nothing():
     )
     assert lines[start + 1 : start + 3] == [
         f"    Where: after step() at {AT}, before backward() at {AT}",
-        f"    Fix: call the zero_grad() of optimizer 2 (SGD, made at {AT}) once for each update, directly "
-        "before the first backward() of its own losses.",
+        f"    Fix: call the zero_grad() of optimizer 2 (SGD, made at {AT}) there, once for each update.",
     ]
 
 
