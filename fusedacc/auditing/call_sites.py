@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -45,22 +46,34 @@ def call_site(made: Any = None) -> CallSite:
     Args:
         made: an object whose `__init__()` runs. Then it is the call that makes the object.
     """
+    inits = 0 if made is None else _count_own_inits(made)
     frame = inspect.currentframe()
     calls: list[str] = []
     line = library = ""
     while frame is not None and not line:
         file = inspect.getfile(frame)
-        is_own_init = made is not None and frame.f_locals.get("self") is made
-        if not (_is_torch_or_auditing(file) or is_own_init):
+        if not _is_torch_or_auditing(file):
             is_library = _is_library(file)
             if not calls or not is_library:
                 calls.append(f"{file}:{frame.f_lasti}")
             if is_library:
                 library = _package(file) or library
+            elif inits:
+                inits -= 1
             else:
                 line = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return CallSite(line, zlib.crc32(" ".join(calls).encode()), library)
+
+
+def _count_own_inits(made: Any) -> int:
+    """Return how many classes of the script have an `__init__()` that runs when an object is made."""
+    count = 0
+    for each in type(made).__mro__:
+        with contextlib.suppress(TypeError, OSError):  # a class without a file
+            file = inspect.getfile(each)
+            count += "__init__" in vars(each) and not (_is_torch_or_auditing(file) or _is_library(file))
+    return count
 
 
 def describe_calls(sites: Iterable[CallSite], function: str) -> str:
