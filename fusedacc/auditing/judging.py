@@ -119,7 +119,9 @@ def _find_left_over(update: Update, history: History, findings: Findings) -> Non
     place = history.optimizers[update.optimizer].place
     others = find_other_losses(update, place)
     if others and are_left_over(update, others, findings.first_places.get(place, ())):
-        update.left_over, update.other_losses = others, describe_other_losses(others, place)
+        losses = describe_other_losses(others, place)
+        update.left_over = others
+        update.other_losses = f"{losses}, which also reaches the parameters of optimizer {place + 1}"
     elif others:
         history.add_note(
             f"optimizer {place + 1} also counts {describe_other_losses(others, place)}: if that is not "

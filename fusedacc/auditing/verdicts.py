@@ -249,12 +249,12 @@ def _judge_stale(update: Update) -> None:
         times = "" if is_close(weight, 1) else ", {times} times"
         text = f"the gradient of the previous update counts again{times}"
         if others:
-            text += f", and so does that of {others}, which also reaches these parameters"
+            text += f", and so does that of {others}"
         text += ": nothing clears them" if others else ": nothing clears it"
         amounts = {"times": Amount.of(format_fraction, weight)}
         update.add_problem("stale", "again", text, factor=weight, amounts=amounts, call=where)
     elif others:
-        text = f"the gradient of {others} counts too, because it reaches these parameters: nothing clears it"
+        text = f"the gradient of {others}, counts too: nothing clears it"
         update.add_problem("stale", "other loss", text, call=where)
     if update.late_weight:
         text = "gradients of the previous update's micro-batches arrive only in this update"
