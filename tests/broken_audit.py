@@ -22,8 +22,8 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k right_ragged_last
 +        if False:
 fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_no_zero_grad
 # the audit tells no stale gradients
--    if weight:
-+    if False:
+-    elif weight:
++    elif False:
 fusedacc/auditing/verdicts.py: tests/auditing/test_cases.py -k bad_late_by_one_window
 # the audit tells no late micro-batches
 -    if update.late_weight:
@@ -306,6 +306,34 @@ fusedacc/auditing/verdicts.py: tests/auditing/test_user_code.py -k loss_of_zero
 # a loss of zero is compared with others
 -[i for i in _counting(update) if update.passes[i].loss.factor]
 +_counting(update)
+fusedacc/auditing/judging.py: tests/auditing/test_several_optimizers.py -k left_in_the_critic
+# losses of another optimizer that are left in an update are only a note
+-    if others and are_left_over(update, others, findings.first_places.get(place, ())):
++    if False:
+fusedacc/auditing/other_losses.py: tests/auditing/test_several_optimizers.py -k all_updates_is_a_note
+# losses of another optimizer are left over, whether the first update had them or not
+-    return not places & {*first_places} and all(
++    return all(
+fusedacc/auditing/updates.py: tests/auditing/test_cases.py -k bad_only_matrices
+# gradients of the last update may be in parameters that were cleared
+-            if number in record.cleared
++            if False
+fusedacc/auditing/fitting.py: tests/auditing/test_cases.py -k shrinks_is_stale
+# a gradient that was not cleared, but hardly counts, is not stale
+-            if update.is_kept:
++            if False:
+fusedacc/auditing/sums.py: tests/auditing/test_cases.py -k bad_contrastive_not_divided
+# a factor of the loss's own hides a missing division
+-            factor, times = float(count), {count}
++            pass
+fusedacc/auditing/doubts.py: tests/auditing/test_doubts.py -k changed
+# no note tells gradients from before a change of the parameters
+-    if moved and len(moved) < len(counting):
++    if False:
+fusedacc/auditing/report_rows.py: tests/auditing/test_several_optimizers.py -k partly
+# an update that was checked in part is ok
+-    return "partly checked" if update.unmade else "ok"
++    return "ok"
 fusedacc/auditing/judging.py: tests/auditing/test_user_code.py -k that_raises_need
 # a backward pass that raised is told as lost
 -    "failed": "raised

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..kernels import torch_private
 from .call_sites import call_site
 from .guard import CannotAuditError, guarded
+from .kept_gradients import look_at_kept
 from .loss import Loss, Node, read_loss
 from .records import BackwardPass
 from .sketch_sets import SketchSet
@@ -105,6 +106,8 @@ class BackwardPasses:
         if end is not None:
             end.metadata[METADATA_KEY] = number
             self._names_of_ends.add(end.name())
+        for record in self.watch.optimizers:
+            look_at_kept(record, watch.leaves)
         self.watch.current = current
         self._before_pass()
 
@@ -162,7 +165,7 @@ class BackwardPasses:
         leaves = self.watch.leaves.find_all(current.sketches)
         self.watch.leaves.forget_clip_factors(leaves)
         self.watch.unclipped.clear()
-        self.watch.versions = self.watch.optimizers.versions()
+        current.versions = self.watch.versions = self.watch.optimizers.versions()
         if current.how == "backward":
             self.watch.leaves.remember(leaves)
         self.watch.history.passes.append(current)

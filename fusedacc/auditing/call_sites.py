@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import zlib
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +40,13 @@ class CallSite(NamedTuple):
         return f"{function} at {self.line}"
 
 
-def call_site() -> CallSite:
-    """Return the innermost call of the script: of a file that is in no library."""
+def call_site(made: Any = None) -> CallSite:
+    """Return the innermost call of the script: of a file that is in no library.
+
+    Args:
+        made: an object whose `__init__()` runs. Then it is the call that makes the object.
+    """
+    inits = 0 if made is None else _count_own_inits(made)
     frame = inspect.currentframe()
     calls: list[str] = []
     line = library = ""
@@ -51,10 +58,28 @@ def call_site() -> CallSite:
                 calls.append(f"{file}:{frame.f_lasti}")
             if is_library:
                 library = _package(file) or library
+            elif inits:
+                inits -= 1
             else:
                 line = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return CallSite(line, zlib.crc32(" ".join(calls).encode()), library)
+
+
+def _count_own_inits(made: Any) -> int:
+    """Return how many classes of the script have an `__init__()` that runs when an object is made."""
+    count = 0
+    for each in type(made).__mro__:
+        with contextlib.suppress(TypeError, OSError):  # a class without a file
+            file = inspect.getfile(each)
+            count += "__init__" in vars(each) and not (_is_torch_or_auditing(file) or _is_library(file))
+    return count
+
+
+def describe_calls(sites: Iterable[CallSite], function: str) -> str:
+    """Say where a function is called, without repetitions, for a text with "{name}" for amounts."""
+    found = {site.describe(function) for site in sites}
+    return ", ".join(sorted(found - {""})).replace("{", "{{").replace("}", "}}")
 
 
 @functools.cache

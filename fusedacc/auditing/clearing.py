@@ -40,14 +40,14 @@ class Clearing:
 
     @guarded
     def _note_cleared(self, owner: Any, are_written: bool) -> None:
-        call = call_site().describe("zero_grad()")
+        site = call_site()
         self.watch.optimizers.note_cleared(owner)
         history = self.watch.history
         passes = history.passes_since(max(history.window_starts.values(), default=0))
         new = [each for each in passes if not each.cleared]
         is_dropped = not all(each.is_finite for each in new)
         for each in new:
-            each.cleared, each.excused = call, "nonfinite" if is_dropped else each.excused
+            each.cleared, each.excused = site, "nonfinite" if is_dropped else each.excused
         for each in passes:
             if are_written:  # code that is no optimizer has changed the parameters, as SAM does
                 each.excused = "used"

@@ -11,7 +11,7 @@ import torch
 
 from .amounts import Amount
 from .number_ranges import NumberRanges
-from .records import ProblemOfUpdate
+from .records import ListedOptimizer, ProblemOfUpdate
 
 #: Different sentences of a problem that are kept. Updates with yet others share `OTHERS`.
 MAX_SENTENCES = 3
@@ -65,29 +65,32 @@ class Problem:
         kind: one of `records.KINDS`.
         location: the line of the script; empty: only libraries are on the stack.
         call: what the line calls, such as "step() at train.py:139".
-        remedy: what to do about it.
+        advice: what to do about it, with "{zero_grad}" for that of its optimizers.
         factor: that of the update in which it is furthest from 1: by which the gradient is wrong ("scale"),
             one token counts more than another ("uneven"), a micro-batch or the last update counts ("double",
             "stale"), parameters count ("parameters"); the share of the micro-batches that reach the optimizer
             ("lost"). None: there is no one number.
         sentences: what is wrong, by their texts, which differ if updates have different facts.
+        listed: its optimizers, by their place in the report.
     """
 
     kind: str
     location: str
     call: str
-    remedy: str
+    advice: str
     factor: float | None
     sentences: dict[str, Sentence] = field(default_factory=dict)
+    listed: dict[int, ListedOptimizer] = field(default_factory=dict)
 
-    def include(self, problem: ProblemOfUpdate, optimizer: int, update: int) -> None:
+    def include(self, problem: ProblemOfUpdate, optimizer: ListedOptimizer, update: int) -> None:
         """Add an update that has the problem."""
+        self.listed[optimizer.place] = optimizer
         text, amounts = problem.text, problem.amounts
         self.factor = max((self.factor, problem.factor), key=_distance_from_1)
         if text not in self.sentences and len(self.sentences) >= MAX_SENTENCES:
             text, amounts = OTHERS, {}
         sentence = self.sentences.setdefault(text, Sentence(text, dict(amounts), problem.parameters))
-        sentence.include(problem, optimizer, update)
+        sentence.include(problem, optimizer.place, update)
 
     @property
     def text(self) -> str:
@@ -103,7 +106,7 @@ class Problem:
     @property
     def optimizers(self) -> list[int]:
         """The places of their optimizers in the report."""
-        return sorted({place for each in self.sentences.values() for place in each.updates})
+        return sorted(self.listed)
 
     def _ranges(self) -> list[NumberRanges]:
         return [numbers for each in self.sentences.values() for numbers in each.updates.values()]
@@ -115,7 +118,15 @@ class Problem:
         )
         lines = [f"PROBLEM {self.kind}: {first}", *others]
         lines += [f"Where: {self.call}"] if self.location else []
-        return "\n    ".join([*lines, self.remedy])
+        lines.append(self.advice.format(zero_grad=self._zero_grad() if with_optimizers else "zero_grad()"))
+        return "\n    ".join(lines)
+
+    def _zero_grad(self) -> str:
+        """Name the optimizers whose `zero_grad()` should be called."""
+        if len(self.listed) > 1:
+            return f"the zero_grad() of optimizers {', '.join(str(place + 1) for place in self.optimizers)}"
+        ((place, listed),) = self.listed.items()
+        return f"the zero_grad() of optimizer {place + 1} ({listed})"
 
     def __str__(self) -> str:
         return self.describe()
@@ -145,22 +156,26 @@ class Findings:
         problems: by kind, cause, location and parameters.
         rows: by the optimizer's place in the report: the rows of the table, and their updates.
         places: places whose backward passes reach an update.
+        first_places: by the optimizer's place in the report: places of the passes of its first update.
         unchecked: numbers of updates that could not be checked.
         checked, updates, micro_batches: how many.
         excused: by reason: passes that need not count.
         rest: by dtype: the largest part of a gradient that is no sum of those of micro-batches.
-        hides_problems: whether a problem of an update leaves other kinds of problems of it unchecked.
+        unmade: checks that were not made in updates with problems.
         has_unknown_loss: whether a loss did not show by what it is divided.
+        has_undivided_sum: whether a loss was a sum that nothing divides.
     """
 
     problems: dict[tuple[str, ...], Problem] = field(default_factory=dict)
     rows: dict[int, dict[Row, NumberRanges]] = field(default_factory=dict)
     places: set[int] = field(default_factory=set)
+    first_places: dict[int, frozenset[int]] = field(default_factory=dict)
     unchecked: NumberRanges = field(default_factory=NumberRanges)
     checked: int = 0
     updates: int = 0
     micro_batches: int = 0
     excused: Counter[str] = field(default_factory=Counter)
     rest: dict[torch.dtype, float] = field(default_factory=dict)
-    hides_problems: bool = False
+    unmade: set[str] = field(default_factory=set)
     has_unknown_loss: bool = False
+    has_undivided_sum: bool = False

@@ -28,6 +28,9 @@ ITERATIONS = 40
 AGREEMENT = 0.01
 #: Smallest noise that is assumed in rows: rounding of float32 sums, with some margin.
 LEAST_NOISE = 1e-8
+#: Weight of the last update's gradient, and its standard errors, from which on it is told if p.grad was not
+#: cleared.
+LEAST_KEPT, KEPT_STANDARD_ERRORS = 1e-6, 20
 #: Norms below this are 0.
 TINY = 1e-300
 
@@ -180,14 +183,20 @@ class _Fit:
         update.weights = (self.solution[:count] * update.unit).tolist()
         update.errors = (errors[:count] * update.unit).tolist()
         update.rest = self._rest(self.columns @ self.solution)
+        others = list(
+            zip(self.solution[count : self.num_judged], errors[count : self.num_judged], strict=True)
+        )
+        if self.has_stale:
+            value, error = map(float, others.pop(0))
+            least = NEGLIGIBLE + STANDARD_ERRORS * error
+            if update.is_kept:  # so it counts, however little
+                least = LEAST_KEPT + KEPT_STANDARD_ERRORS * error
+            update.stale_weight = value if abs(value) > least else 0.0
+            self._name_stale()
         clear = [
-            float(value) if abs(value) > NEGLIGIBLE + STANDARD_ERRORS * error else 0.0
-            for value, error in zip(
-                self.solution[count : self.num_judged], errors[count : self.num_judged], strict=True
-            )
+            abs(float(value)) for value, error in others if abs(value) > NEGLIGIBLE + STANDARD_ERRORS * error
         ]
-        update.stale_weight = clear.pop(0) if self.has_stale else 0.0
-        update.late_weight = max(map(abs, clear), default=0.0)
+        update.late_weight = max(clear, default=0.0)
         counts = torch.tensor([each.loss.mean_count for each in update.passes], device="cpu")
         factors = torch.tensor([each.loss.factor or 1.0 for each in update.passes], device="cpu")
         runs = torch.tensor([float(each.runs) for each in update.passes], dtype=torch.float64, device="cpu")
@@ -197,6 +206,14 @@ class _Fit:
             update.rest_if_fair = min(update.rest_if_fair, self._rest_of_multiple(fair))
             rest = self._rest_of_multiple(fair * live)
             update.rest_if_others_fair = min(update.rest_if_others_fair, rest)
+
+    def _name_stale(self) -> None:
+        """Name the parameters that may have gradients of the last update, if others have none."""
+        has_stale = self._norms(self.equations.stale) > 0
+        if not bool(has_stale[self.present].all()):
+            self.update.stale_parameters = [
+                name for name, has in zip(self.update.names, has_stale.tolist(), strict=True) if has
+            ]
 
     def _rest_of_multiple(self, weights: Tensor) -> float:
         """Return what the best multiple of some weights of the passes does not explain."""

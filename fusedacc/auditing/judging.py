@@ -8,18 +8,16 @@ from dataclasses import dataclass
 
 from .findings import Findings, Problem, Row
 from .number_ranges import NumberRanges
+from .other_losses import are_left_over, counting_passes, describe_other_losses, find_other_losses
 from .records import BackwardPass, History, Update
 from .remedies import find_remedy
-from .report_rows import describe_weights
-from .sums import TELL_ENOUGH, judge_sums
-from .verdicts import Expectations, judge_update
-from .wording import NEGLIGIBLE, plural
+from .report_rows import describe_check, describe_weights
+from .sums import judge_sums
+from .verdicts import CHECKED_REST, Expectations, judge_update
+from .wording import plural
 
 #: After so many updates the older half is judged and forgotten, so that memory stays flat.
 BLOCK = 512
-
-#: With problems of these kinds, an update is not checked for all others.
-HIDING = TELL_ENOUGH | {"double"}
 
 #: What is said of passes that need not count.
 EXCUSES = {
@@ -65,6 +63,7 @@ class Judge:
         sizes = Counter((place, count) for place, count in known if count is not None)
         expectations = Expectations(self.steps, history.num_ranks, sizes)
         for update in updates:
+            _find_left_over(update, history, findings)
             judge_update(update, expectations)
         judge_sums(updates, self.scale, history.num_ranks)
         for update in updates:
@@ -73,37 +72,62 @@ class Judge:
         return _forget(history, findings, updates, window_starts)
 
     def _collect(self, update: Update, history: History, findings: Findings) -> None:
-        place, _ = history.optimizers[update.optimizer]
+        listed = history.optimizers[update.optimizer]
         problems = [each for each in update.problems if each.kind not in self.ignore]
         for note in update.notes:
             history.add_note(note)
         kinds = sorted({each.kind for each in problems})
-        verdict = "PROBLEM: " + ", ".join(kinds) if kinds else "ok" if update.is_checked else ""
+        verdict = "PROBLEM: " + ", ".join(kinds) if kinds else describe_check(update)
         row = Row(len(update.passes), *describe_weights(update), verdict)
-        findings.rows.setdefault(place, {}).setdefault(row, NumberRanges()).add(update.number)
+        findings.rows.setdefault(listed.place, {}).setdefault(row, NumberRanges()).add(update.number)
         for each in problems:
             key = each.kind, each.cause, each.location, each.parameters
-            remedy = find_remedy(each.kind, each.cause, update.site.library, history.num_ranks)
+            remedy = find_remedy(
+                each.kind, each.cause, update.site.library, history.num_ranks, update.passes[0].loss.unit
+            )
             problem = findings.problems.setdefault(
                 key, Problem(each.kind, each.location, each.call, remedy, each.factor)
             )
-            problem.include(each, place, update.number)
-        findings.hides_problems |= update.is_vague or any(each.kind in HIDING for each in update.problems)
+            problem.include(each, listed, update.number)
+        if update.problems:
+            findings.unmade |= update.unmade
         if not update.is_checked:
             findings.unchecked.add(update.number)
             return
         findings.checked += 1
         findings.rest[update.dtype] = max(update.rest, findings.rest.get(update.dtype, 0.0))
         findings.has_unknown_loss |= any(each.loss.kind == "unknown" for each in update.passes)
+        findings.has_undivided_sum |= any(
+            each.loss.kind == "sum" and each.loss.factor == 1 for each in update.passes
+        )
 
 
 def _mark_counted(history: History, findings: Findings) -> None:
     """Note which passes any update counts, and from which places."""
     for update in history.updates:
-        top = max(map(abs, update.weights), default=0.0)
-        for each, weight in zip(update.passes, update.weights, strict=True):
-            each.is_counted |= abs(weight) > NEGLIGIBLE * top > 0
+        place = history.optimizers[update.optimizer].place
+        for each in counting_passes(update):
+            each.is_counted = True
+            each.used_at.setdefault(place, update.num_passes)
     findings.places |= {each.place for each in history.passes if each.is_counted}
+
+
+def _find_left_over(update: Update, history: History, findings: Findings) -> None:
+    """Find losses of another optimizer whose gradients are left over in an update."""
+    if update.rest > CHECKED_REST:
+        return
+    place = history.optimizers[update.optimizer].place
+    others = find_other_losses(update, place)
+    if others and are_left_over(update, others, findings.first_places.get(place, ())):
+        losses = describe_other_losses(others, place)
+        update.left_over = others
+        update.other_losses = f"{losses}, which also reaches the parameters of optimizer {place + 1}"
+    elif others:
+        history.add_note(
+            f"optimizer {place + 1} also counts {describe_other_losses(others, place)}: if that is not "
+            "meant, call its zero_grad() after that backward pass"
+        )
+    findings.first_places.setdefault(place, frozenset(each.place for each in counting_passes(update)))
 
 
 def _excuse(update: Update, findings: Findings) -> None:

@@ -54,7 +54,8 @@ class Loss:
     Attributes:
         factor: product of all constant factors, without the sign.
         kind: "mean", "sum", or "unknown".
-        count: samples or tokens; None: unknown.
+        count: over how many values it is a mean or a sum; None: unknown.
+        unit: what these values are: "token", "label" or "value".
         divisors: the constants by which it is divided.
         factors: the constants by which it is multiplied.
         parts: number of losses that it adds up.
@@ -64,6 +65,7 @@ class Loss:
     factor: float = 1.0
     kind: Literal["mean", "sum", "unknown"] = "unknown"
     count: float | None = None
+    unit: Literal["token", "label", "value"] = "value"
     divisors: tuple[float, ...] = ()
     factors: tuple[float, ...] = ()
     parts: int = 1
@@ -137,12 +139,12 @@ def _reduction(loss: Loss, node: Node, depth: int) -> Loss:
     name = node.name()
     if name.startswith(LOSSES) and getattr(node, "_saved_reduction", 0) in REDUCTIONS:
         kind = REDUCTIONS[node._saved_reduction]
-        loss = replace(loss, kind=kind, count=_labels(node, kind))
+        loss = replace(loss, kind=kind, count=_labels(node, kind), unit=_unit(node))
     elif name.startswith("MeanBackward"):
         loss = replace(loss, kind="mean", count=float(node._saved_self_sym_numel))
     elif name.startswith("SumBackward"):
         loss = replace(loss, kind="sum", count=_summands(node))
-    elif name.startswith("AddBackward") and depth < MAX_DEPTH:
+    elif name.startswith(("AddBackward", "SubBackward")) and depth < MAX_DEPTH:
         loss = _sum_of_losses(loss, [read_loss(each, depth + 1) for each in _inputs(node)])
     if loss.kind == "sum" and loss.count and any(abs(each - loss.count) < 1e-3 for each in loss.divisors):
         # sum(x * mask) / mask.sum()
@@ -160,6 +162,20 @@ def _labels(node: Node, kind: str) -> float | None:
     return float(node._saved_self.numel() if total_weight is None else total_weight)
 
 
+def _unit(node: Node) -> Literal["token", "label", "value"]:
+    """Return what a loss with an argument `reduction` counts: tokens, if its logits had three dimensions."""
+    if not node.name().startswith("Nll"):
+        return "value"
+    inputs = _inputs(node)
+    while len(inputs) == 1:
+        if len(getattr(inputs[0], "_saved_self_sym_sizes", ())) == 3:
+            return "token"
+        if not inputs[0].name().startswith((*UNCHANGED, "LogSoftmax")):
+            break
+        inputs = _inputs(inputs[0])
+    return "label"
+
+
 def _sum_of_losses(loss: Loss, parts: list[tuple[Loss, Node]]) -> Loss:
     """Return a sum of losses: the one with labels counts, or what all parts agree on."""
     # Divisors of the sum say nothing of accumulation: (real + fake) / 2 is a mean over the parts.
@@ -174,6 +190,7 @@ def _sum_of_losses(loss: Loss, parts: list[tuple[Loss, Node]]) -> Loss:
         factor=loss.factor * first.factor,
         kind=first.kind,
         count=first.count,
+        unit=first.unit,
         factors=loss.factors + first.factors,
     )
 

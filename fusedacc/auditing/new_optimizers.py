@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from .call_sites import call_site
 from .guard import guarded
 from .optimizers import parameters_of
 from .watch_state import WatchState
@@ -31,11 +32,16 @@ class NewOptimizers:
 
     def _init_optimizer(self, call: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         call(optimizer, *args, **kwargs)
-        self._note_parameters(optimizer)
+        self._note_made(optimizer)
 
     def _restore_optimizer(self, call: Callable[..., Any], optimizer: Any, state: Any) -> None:
         call(optimizer, state)
         self._note_restored(optimizer)
+
+    @guarded
+    def _note_made(self, optimizer: Any) -> None:
+        self._note_parameters(optimizer)
+        self.watch.optimizers.record_of(optimizer).made = call_site(optimizer).describe("made")
 
     @guarded
     def _note_restored(self, optimizer: Any) -> None:

@@ -28,6 +28,7 @@ class OptimizerRecord:
     Attributes:
         reference: the optimizer.
         number: stands for it; ids are used again.
+        made: where it was made, such as "made at train.py:12"; empty: unknown.
         owned: its parameters, by the number of the leaf whose gradients they get.
         owned_mask: the bits of these numbers.
         last_sketches: the gradients it used last, by the leaf's number.
@@ -35,6 +36,8 @@ class OptimizerRecord:
         is_restored: whether its state was loaded or copied since its last update.
         identities, names, shapes: of its parameters.
         root: the outermost module with its parameters.
+        kept: leaves whose p.grad nothing has cleared or changed since the last update.
+        cleared: leaves whose p.grad was cleared since then, before a backward pass.
         is_cleared: whether zero_grad() has cleared gradients of the open window.
         misses_passes: whether sketches of the open window were freed.
         used_at: number of all updates when it made its last one, or was created.
@@ -42,6 +45,7 @@ class OptimizerRecord:
 
     reference: weakref.ref[Any]
     number: int
+    made: str = ""
     owned: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     owned_mask: int = 0
     last_sketches: SketchSet | None = None
@@ -51,6 +55,8 @@ class OptimizerRecord:
     names: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     root: weakref.ref[nn.Module] | None = None
+    kept: set[int] = field(default_factory=set)
+    cleared: set[int] = field(default_factory=set)
     is_cleared: bool = False
     misses_passes: bool = False
     used_at: int = 0
@@ -99,10 +105,13 @@ class Optimizers:
         """Return the numbers of all leaves that an optimizer has."""
         return {number for record in self for number in record.owned}
 
-    def versions(self) -> int:
-        """Return a number that changes when a parameter of an optimizer is written."""
-        params = (reference() for record in self for reference in record.owned.values())
-        return sum(param._version for param in params if param is not None)
+    def versions(self) -> dict[int, int]:
+        """Return, by optimizer, a number that changes when one of its parameters is written."""
+        params = {record.number: [ref() for ref in record.owned.values()] for record in self}
+        return {
+            number: sum(param._version for param in owned if param is not None)
+            for number, owned in params.items()
+        }
 
     def evaluating(self) -> frozenset[int]:
         """Return the optimizers whose model is in evaluation mode."""

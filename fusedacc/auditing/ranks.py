@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 from .fitting import fit_weights
-from .records import BackwardPass, Equations, History, Update
+from .records import BackwardPass, Equations, History, ListedOptimizer, Update
 
 #: Seconds for which rank 0 waits for the files of other ranks.
 PATIENCE = 60
@@ -35,11 +35,11 @@ class SentUpdate:
 
     Attributes:
         update: its optimizer is the place in the report.
-        optimizer: the optimizer's class.
+        optimizer: what the report says of it.
     """
 
     update: Update
-    optimizer: str
+    optimizer: ListedOptimizer
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class RankFiles:
 
     def write(self, update: Update, history: History, window_starts: Sequence[int]) -> None:
         """Write an update to this rank's file, and forget it with the passes before all open windows."""
-        place, name = history.optimizers[update.optimizer]
-        number, update.optimizer = update.optimizer, place
+        listed = history.optimizers[update.optimizer]
+        number, update.optimizer = update.optimizer, listed.place
         leaves = [each.leaves for each in update.passes]
         for each in update.passes:
             each.rank, each.leaves = history.rank, 0
@@ -79,7 +79,7 @@ class RankFiles:
             update.equations = Equations(
                 equations.passes.float(), equations.used.float(), equations.stale.float(), equations.owners
             )
-        pickle.dump(SentUpdate(update, name), self._open(history.rank))
+        pickle.dump(SentUpdate(update, listed), self._open(history.rank))
         for each, of_pass in zip(update.passes, leaves, strict=True):
             each.leaves, each.is_counted = of_pass, True
         update.optimizer, update.equations = number, None
@@ -117,7 +117,7 @@ class RankFiles:
 
     def read(
         self, history: History, take: Callable[[list[Update]], None]
-    ) -> tuple[list[BackwardPass], dict[int, str]]:
+    ) -> tuple[list[BackwardPass], dict[int, ListedOptimizer]]:
         """Read all files, update by update, and remove them.
 
         Args:
@@ -125,20 +125,20 @@ class RankFiles:
             take: called with the same update of all ranks.
 
         Returns:
-            Passes in no update, and the optimizers' classes by their place in the report.
+            Passes in no update, and the optimizers by their place in the report.
         """
         paths = self._wait(history)
         passes: list[BackwardPass] = []
-        names: dict[int, str] = {}
+        optimizers: dict[int, ListedOptimizer] = {}
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(path.open("rb")) for path in paths]
             read: list[Any] = []
             for read in _rows(files):
                 if not all(isinstance(each, SentUpdate) for each in read):
                     break
-                if len({(each.optimizer, each.update.optimizer, each.update.number) for each in read}) > 1:
+                if len({(*each.optimizer[:2], each.update.number) for each in read}) > 1:
                     break  # of different optimizers
-                names[read[0].update.optimizer] = read[0].optimizer
+                optimizers[read[0].update.optimizer] = read[0].optimizer
                 take([each.update for each in read])
             if any(isinstance(each, SentUpdate) for each in read):
                 history.add_note(
@@ -156,7 +156,7 @@ class RankFiles:
         if paths and self._folder is None:
             with contextlib.suppress(OSError):  # another rank's file is still there
                 paths[0].parent.rmdir()
-        return passes, names
+        return passes, optimizers
 
     def _wait(self, history: History) -> list[Path]:
         """Wait for the files of all ranks, and return those that exist."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .amounts import Amount
-from .call_sites import CallSite
+from .call_sites import CallSite, describe_calls
 from .loss import Loss
 from .sketch_sets import SketchSet
 
@@ -19,6 +20,9 @@ KINDS = ("lost", "double", "scale", "uneven", "stale", "ranks", "parameters", "c
 
 #: What runs a backward pass, by `BackwardPass.how`.
 FUNCTIONS = {"backward": "backward()", "grad": "torch.autograd.grad()", "other": "a backward pass"}
+
+#: Checks of an update that other problems, equal gradients or unusual losses may make impossible.
+EVENNESS, SUM = "whether micro-batches count the same", "what the weights add up to"
 
 #: Different notes that are kept.
 MAX_NOTES = 100
@@ -40,15 +44,17 @@ class BackwardPass:
         keeps_graph: whether `retain_graph=True` was given: another loss of the same micro-batch may follow.
         has_other_inputs: whether the graph has a leaf that is no parameter, as in adversarial training.
         evaluating: optimizers whose model was in evaluation mode.
+        versions: `Optimizers.versions()` after it.
         dtype: the gradients' least precise dtype.
         rank: the rank that ran it.
         leaves: the bits of the leaves that got a gradient.
         num_hooked: leaves whose gradient hooks of the script have changed.
         is_finite: whether no gradient has an inf or nan.
         scale: loss scale of a GradScaler. It is a tensor until an update takes place.
-        cleared: the call that cleared gradients after this pass, such as "zero_grad() at train.py:139".
+        cleared: the call of `zero_grad()` that cleared gradients after this pass.
         clipped: the line that clipped gradients after this pass.
         is_counted: whether an update counts it.
+        used_at: by the place of an optimizer whose update counts it: how many passes had run at that update.
         excused: why it need not count: "nonfinite" (dropped), "used" (by other code), "failed" (it raised an
             exception), "other" (no micro-batch).
         is_listed: whether rank 0 has put it into its history.
@@ -65,15 +71,17 @@ class BackwardPass:
     keeps_graph: bool = False
     has_other_inputs: bool = False
     evaluating: frozenset[int] = frozenset()
+    versions: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     rank: int = 0
     leaves: int = 0
     num_hooked: int = 0
     is_finite: bool = True
     scale: Any = 1.0
-    cleared: str = ""
+    cleared: CallSite | None = None
     clipped: str = ""
     is_counted: bool = False
+    used_at: dict[int, int] = field(default_factory=dict)
     excused: str = ""
     is_listed: bool = False
 
@@ -81,6 +89,11 @@ class BackwardPass:
     def place(self) -> int:
         """The number of the call of `backward()`."""
         return self.site.place
+
+    @property
+    def call(self) -> str:
+        """The call, such as "backward() at train.py:139". Empty if only libraries are on the stack."""
+        return self.site.describe(FUNCTIONS[self.how])
 
 
 class ProblemOfUpdate(NamedTuple):
@@ -158,14 +171,18 @@ class Update:
         misses_passes: whether sketches of passes of its window were freed.
         is_touched: whether unknown code has changed the gradients after the last backward pass.
         evaluating: passes in evaluation mode, if others were not.
+        moved: passes after which other code has changed the parameters, before another pass.
         is_restored: whether the optimizer was, or may have been, loaded or copied in this window, so that its
             sums may have gradients that no pass of this process has delivered.
         number: counts the optimizer's updates from 1.
+        num_passes: how many passes had run before it.
         shapes, names: of the parameters.
         equations: the sketches; None once weights are known.
         weights, errors: weight of each pass, and its standard error.
         unit: a weight of usual size.
+        is_kept: whether p.grad of some parameters was not cleared since the last update.
         stale_weight: weight of the gradient of the last update.
+        stale_parameters: those that may have it; empty: all.
         late_weight: largest weight of a pass that the last update has lost.
         rest: the part of the gradient that is no sum of those of passes, relative to its norm.
         rest_if_fair: the same with equal weights.
@@ -175,6 +192,9 @@ class Update:
         is_checked: whether the weights say anything.
         lost: positions of passes that do not count.
         is_vague: whether sums of weights say nothing, because of another problem.
+        left_over: passes that are losses of another optimizer, whose gradients nothing has cleared.
+        other_losses: what they are, in words.
+        unmade: the checks that were not made: `EVENNESS`, `SUM`.
         problems: what is wrong.
         notes: what else is to be said.
     """
@@ -189,14 +209,18 @@ class Update:
     is_touched: bool = False
     is_restored: bool = False
     evaluating: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
     number: int = 0
+    num_passes: int = 0
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     equations: Equations | None = None
     weights: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     unit: float = 0.0
+    is_kept: bool = False
     stale_weight: float = 0.0
+    stale_parameters: list[str] = field(default_factory=list)
     late_weight: float = 0.0
     rest: float = 1.0
     rest_if_fair: float = 1.0
@@ -206,6 +230,9 @@ class Update:
     is_checked: bool = False
     lost: list[int] = field(default_factory=list)
     is_vague: bool = False
+    left_over: list[BackwardPass] = field(default_factory=list)
+    other_losses: str = ""
+    unmade: set[str] = field(default_factory=set)
     problems: list[ProblemOfUpdate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -216,7 +243,8 @@ class Update:
         text: str,
         *,
         at: BackwardPass | None = None,
-        cleared: str = "",
+        cleared: Sequence[CallSite] = (),
+        call: str = "",
         factor: float | None = None,
         parameters: str = "",
         amounts: dict[str, Amount] | None = None,
@@ -228,20 +256,39 @@ class Update:
             cause: a cause that `remedies.py` knows.
             text: what is wrong, with "{name}" for each amount and for `parameters`.
             at: the backward pass that has the problem. Without it, the problem is at `step()`.
-            cleared: the call before `step()` that has cleared gradients.
+            cleared: the calls of `zero_grad()` before `step()` that have cleared gradients.
+            call: where to look, if that is no single call. The location is still the line of `step()`.
             factor: by how much.
             parameters: the names of those that it is about.
             amounts: numbers in the text that may differ from update to update.
         """
+        location, step = self.site.line, self.site.describe("step()")
+        lines = sorted(site.line for site in cleared if site.line)
         if at is not None and at.site.line:
-            location, call = at.site.line, at.site.describe(FUNCTIONS[at.how])
-        else:
-            location, call = self.site.line, self.site.describe("step()")
-        if cleared:
-            call = f"{cleared}, before {call}"
+            location, call = at.site.line, at.call
+        elif lines:
+            location, call = lines[0], f"{describe_calls(cleared, 'zero_grad()')}, before {step}"
+        call = call or step
         self.problems.append(
             ProblemOfUpdate(kind, cause, text, amounts or {}, location, call, factor, parameters)
         )
+
+
+class ListedOptimizer(NamedTuple):
+    """What the report says of an optimizer.
+
+    Attributes:
+        place: counts the report's optimizers from 0.
+        name: its class.
+        made: where it was made, such as "made at train.py:12"; empty: unknown.
+    """
+
+    place: int
+    name: str
+    made: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.made}" if self.made else self.name
 
 
 class History:
@@ -253,7 +300,7 @@ class History:
         updates: updates that are not judged.
         window_starts: by optimizer: number of the first pass of its window.
         update_counts: by optimizer: number of its updates.
-        optimizers: by optimizer: its place in the report, and its class's name.
+        optimizers: those that have made updates.
         owned_by_any: the bits of the leaves that any optimizer has ever had.
         rank: of this process.
         num_ranks: ranks whose micro-batches are put together.
@@ -267,7 +314,7 @@ class History:
         self.updates: list[Update] = []
         self.window_starts: Counter[int] = Counter()
         self.update_counts: Counter[int] = Counter()
-        self.optimizers: dict[int, tuple[int, str]] = {}
+        self.optimizers: dict[int, ListedOptimizer] = {}
         self.owned_by_any = 0
         self.rank = 0
         self.num_ranks = 1

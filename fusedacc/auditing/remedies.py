@@ -18,8 +18,8 @@ PLAIN = {
     ("lost", "cleared"): "call zero_grad() once for each update, after step(), not between micro-batches.",
     ("lost", "empty"): "call zero_grad() after step(), not before it.",
     ("lost", "other"): (
-        "add each micro-batch's gradient to p.grad before step() (do not assign it), and clear p.grad only "
-        "after step()."
+        "add each micro-batch's gradient to p.grad before step() (do not assign it), and set p.grad to None "
+        "or zero only after step()."
     ),
     ("lost", "other on ranks"): _REDUCE_AT_THE_LAST,
     ("double", "twice"): "call backward() once for each loss.",
@@ -51,16 +51,16 @@ PLAIN = {
         "hold the same number."
     ),
     ("scale", "left over"): (
-        "update from the micro-batches that are left at the end of an epoch: divide their losses by their "
-        "number, then call step() and zero_grad()."
+        "at the end of an epoch, update from the micro-batches that are left: divide their losses by their "
+        "number, then call step() and zero_grad(). If your code skips an update, call zero_grad() there too."
     ),
     ("scale", "divisor"): (
         "call step() only after as many micro-batches as you divide by, or divide by the number between two "
         "calls of step()."
     ),
-    ("scale", "samples"): "divide by the number of samples that the update really holds.",
+    ("scale", "samples"): "divide by the number of {units} that the update really holds.",
     ("scale", "tokens"): (
-        "divide by the number of samples or tokens that count in the whole update, for example "
+        "divide by the number of {units} that count in the whole update, for example "
         "(labels != -100).sum(). Leave padding out."
     ),
     ("scale", "loss scale"): (
@@ -73,12 +73,13 @@ PLAIN = {
     ("scale", "expected"): "change what you divide by, or give --scale the sum that is right for your loss.",
     ("scale", "unlike others"): "divide each loss by the number of micro-batches in its own update.",
     ("uneven", "means"): (
-        'sum each loss over its samples or tokens (reduction="sum"), and divide it by their number in the '
-        "whole update, not by the number of micro-batches."
+        'take the sum over the {units} of each micro-batch (reduction="sum"), and divide it by the number of '
+        "{units} in the whole update, not by the number of micro-batches."
     ),
     ("uneven", "means on ranks"): (
-        'sum each loss over its samples or tokens (reduction="sum"), and divide it by their number in the '
-        "whole update, on all ranks together. Multiply by the number of ranks if DDP or FSDP2 averages."
+        'take the sum over the {units} of each micro-batch (reduction="sum"), and divide it by the number of '
+        "{units} in the whole update, on all ranks together. Multiply by the number of ranks if DDP or FSDP2 "
+        "averages."
     ),
     ("uneven", "factors"): (
         "multiply or divide all losses of an update by the same number. With a GradScaler, call "
@@ -94,14 +95,13 @@ PLAIN = {
         "all_reduce. Do it once, before step()."
     ),
     ("uneven", "unknown"): "let all losses of an update count the same, and leave p.grad alone between them.",
-    ("stale", "again"): (
-        "call this optimizer's zero_grad() once for each update, before the update's first backward()."
-    ),
+    ("stale", "again"): ("call {zero_grad} there, once for each update."),
+    ("stale", "other loss"): ("call {zero_grad} there, once for each update, not only after its step()."),
     ("stale", "parameters"): (
         "clear the gradients of these parameters too, after each step(): model.zero_grad() clears all."
     ),
     ("stale", "evaluation"): (
-        "evaluate inside torch.no_grad(), without backward(), or call zero_grad() after the evaluation."
+        "evaluate inside torch.no_grad(), without backward(), or call {zero_grad} after the evaluation."
     ),
     ("stale", "late"): "call step() only after the gradients of all its micro-batches were added.",
     ("stale", "late on ranks"): _REDUCE_AT_THE_LAST,
@@ -210,7 +210,7 @@ FRAMEWORKS = {
                 "do not divide the loss: with gradient_accumulation_steps, the wrapper divides."
             ),
             ("uneven", "means"): (
-                'use reduction="weighted", and give optimizer.accumulate(weight=...) the samples or tokens '
+                'use reduction="weighted", and give optimizer.accumulate(weight=...) the number of {units} '
                 "of each micro-batch."
             ),
         },
@@ -218,18 +218,23 @@ FRAMEWORKS = {
 }
 
 
-def find_remedy(kind: str, cause: str, library: str, num_ranks: int) -> str:
-    """Return what to do, as "To mend it: ..." or "To mend it in Lightning: ...".
+def find_remedy(kind: str, cause: str, library: str, num_ranks: int, unit: str = "value") -> str:
+    """Return what to do, as "Fix: ..." or "Fix in Lightning: ...".
 
     Args:
         kind: one of `records.KINDS`.
         cause: what has caused it.
         library: the package that calls step() for the script; empty: the script calls it itself.
         num_ranks: ranks whose micro-batches are put together.
+        unit: what losses count: "token", "label" or "value".
+
+    Returns:
+        The text, with "{zero_grad}" for that of the optimizers that have the problem.
     """
     framework = FRAMEWORKS.get(library)
     if framework is not None and (kind, cause) in framework.remedies:
-        return f"To mend it in {framework.name}: {framework.remedies[kind, cause]}"
+        text = f"Fix in {framework.name}: {framework.remedies[kind, cause]}"
+        return text.replace("{units}", f"{unit}s")
     if num_ranks > 1 and (kind, cause + ON_RANKS) in PLAIN:
         cause += ON_RANKS
-    return f"To mend it: {PLAIN[kind, cause]}"
+    return f"Fix: {PLAIN[kind, cause]}".replace("{units}", f"{unit}s")

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from .amounts import Amount
-from .records import BackwardPass, Update
+from .records import SUM, BackwardPass, Update
 from .wording import format_count
 
 
@@ -35,4 +35,5 @@ def find_repetitions(update: Update) -> dict[int, BackwardPass]:
         text += "times"
         amounts = {"times": Amount.of(format_count, times)}
         update.add_problem("double", "part", text, at=originals[number], factor=times, amounts=amounts)
+        update.unmade.add(SUM)
     return originals

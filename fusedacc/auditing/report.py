@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from .wording import format_fraction, is_close
 
 #: The version of the JSON's schema.
 VERSION = 1
-#: Rows of the table, problems and notes that the text shows.
-MAX_ROWS, MAX_PROBLEMS, MAX_NOTES = 10, 6, 5
+#: Rows of the table, problems, notes and lines with optimizers that the text shows.
+MAX_ROWS, MAX_PROBLEMS, MAX_NOTES, MAX_OPTIMIZERS = 10, 6, 5, 6
 #: Width of a column with weights.
 MAX_WEIGHTS_WIDTH = 60
 
@@ -31,6 +32,9 @@ UNKNOWN_LOSS = (
     "some losses do not show by what they are divided (compiled, or unusual): only whether micro-batches "
     "count the same was checked"
 )
+
+
+UNDIVIDED_SUM = "some losses are sums that nothing divides: what their weights should add up to is not known"
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Report:
         """Return about 45 lines at most."""
         lines = [f"Gradient accumulation of {self.title}: {', '.join(self._facts())}"]
         table = self._table()
-        lines += [LEGEND, "", *table] if table else [""]
+        lines += [LEGEND, *self._optimizers(), "", *table] if table else [""]
         with_optimizers = len(self._groups()) > 1
         for problem in self.problems[:MAX_PROBLEMS]:
             lines += [problem.describe(with_optimizers), ""]
@@ -78,11 +82,23 @@ class Report:
 
     def _facts(self) -> list[str]:
         findings, history = self.findings, self.history
-        names = Counter(name for _, name in history.optimizers.values())
+        names = Counter(listed.name for listed in history.optimizers.values())
         facts = [f"{findings.micro_batches} micro-batches", f"{findings.updates} updates"]
         facts += [f"{count} {name}" if count > 1 else name for name, count in names.items()]
         facts += sorted(map(dtype_name, findings.rest))
         return facts + ([f"{history.num_ranks} ranks"] if history.num_ranks > 1 else [])
+
+    def _optimizers(self) -> list[str]:
+        """Return a line for each optimizer, if there are several and it is known where they were made."""
+        places: dict[str, NumberRanges] = {}
+        for listed in self.history.optimizers.values():
+            places.setdefault(str(listed), NumberRanges()).add(listed.place + 1)
+        if len(self._groups()) == 1 or not any(listed.made for listed in self.history.optimizers.values()):
+            return []
+        lines = [
+            f"Optimizer{'s' * (len(numbers) > 1)} {numbers}: {text}." for text, numbers in places.items()
+        ]
+        return lines[:MAX_OPTIMIZERS]
 
     def _last_line(self) -> str:
         count = len(self.problems)
@@ -90,10 +106,11 @@ class Report:
         text = verdict.get(self.status, "Nothing could be checked.")
         if self.status == 2 and self.findings.checked:
             text = "The audit is not complete."
-        if self.findings.hides_problems:
-            subject = {0: "An ignored problem", 1: "It"}.get(count, "They")
-            text += f" {subject} may hide other problems of the same updates: mend"
-            text += f" {'them' if count > 1 else 'it'}, then audit again."
+        if self.findings.unmade:
+            checks = " or ".join(sorted(self.findings.unmade, reverse=True))
+            updates = {0: "the updates of ignored problems", 1: "its updates"}.get(count, "their updates")
+            text += f" In {updates} the audit did not check {checks}:"
+            text += f" fix {'it' if count == 1 else 'them'}, then audit again."
         return f"{text} The audit took {self.audit_seconds:.1f} of {self.total_seconds:.1f} s."
 
     def _table(self) -> list[str]:
@@ -105,7 +122,7 @@ class Report:
         updates = "updates (optimizer)" if len(self._groups()) > 1 else "updates"
         first = max(first, len(updates))
         sums = self._head_of_sums(rows)
-        third = max(len(sums), 5)
+        third = max(len(sums), 5, *(len(row.total) for _, row in rows))
         lines = [f"{updates:{first}}  micro-batches  {'weight of each':{second}}  {sums}"]
         shown = rows[:6] + rows[-3:] if len(rows) > MAX_ROWS else rows
         for label, row in shown:
@@ -119,11 +136,11 @@ class Report:
     def _head_of_sums(self, rows: list[tuple[str, Row]]) -> str:
         """Return the head of the column of sums. It says which sum is right, if that is certain."""
         right = 1.0 if self.scale is None else self.scale
-        sums = [Fraction(row.total) for _, row in rows if row.verdict == "ok" and row.total]
+        checked = [row for _, row in rows if not row.verdict.startswith("PROBLEM")]
         # A sum that is not 1 may be right: a factor of the loss's own, or clipping by the script's own code.
         return (
             f"sum ({format_fraction(right)} is right)"
-            if all(is_close(float(x), right) for x in sums)
+            if all(is_close(number, right) for row in checked for number in _numbers(row.total))
             else "sum"
         )
 
@@ -154,7 +171,7 @@ class Report:
             "updates": findings.updates,
             "checked": findings.checked,
             "ranks": history.num_ranks,
-            "optimizers": [name for _, name in history.optimizers.values()],
+            "optimizers": [listed.name for listed in history.optimizers.values()],
             "problems": [_problem_as_json(problem) for problem in self.problems],
             "rounding": self.rounding,
             "notes": list(history.notes),
@@ -165,6 +182,11 @@ class Report:
             ],
             "seconds": {"audit": round(self.audit_seconds, 3), "total": round(self.total_seconds, 3)},
         }
+
+
+def _numbers(total: str) -> list[float]:
+    """Return the sums in a cell of the table, such as "1/2" or "1 for each loss"."""
+    return [float(Fraction(number)) for number in re.findall(r"-?\d[\d./e-]*", total)]
 
 
 def _problem_as_json(problem: Problem) -> dict[str, Any]:
@@ -198,6 +220,8 @@ def find_rounding(findings: Findings, history: History) -> dict[str, float]:
     """Return the errors of 16-bit sums by dtype. Larger rests, and unknown losses, become notes."""
     if findings.has_unknown_loss:
         history.add_note(UNKNOWN_LOSS)
+    if findings.has_undivided_sum:
+        history.add_note(UNDIVIDED_SUM)
     rounding = {}
     for dtype, rest in sorted(findings.rest.items(), key=str):
         eps = torch.finfo(dtype).eps

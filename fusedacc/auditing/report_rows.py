@@ -6,16 +6,20 @@ import statistics
 
 from .records import Update
 from .verdicts import shares
-from .wording import differ, format_fraction
+from .wording import differ, format_fraction, is_close
 
-#: Weights that a row shows one by one.
-SHOWN = 8
+#: Weights, and sums of different losses, that a row shows one by one.
+SHOWN, SHOWN_SUMS = 8, 3
+#: Stands for weights and sums that could not be determined.
+UNKNOWN = "unknown"
+#: Follows the weights and the sum if the gradient of the previous update counts too.
+PREVIOUS = " + the previous update"
 
 
 def describe_weights(update: Update) -> tuple[str, str]:
     """Return the weights of an update's micro-batches, and their sum, in words."""
     if not update.is_checked:
-        return "not checked", ""
+        return UNKNOWN, UNKNOWN
     known = shares(update)
     values = [
         weight * each.loss.factor / update.clipped if share is None else share
@@ -26,11 +30,30 @@ def describe_weights(update: Update) -> tuple[str, str]:
         for value, weight, error in zip(values, update.weights, update.errors, strict=True)
     ]
     text = _weights(update, values, errors, None not in known)
-    is_one_loss = len({each.place for each in update.passes}) == 1
-    is_one_loss &= all(each.loss.parts == 1 for each in update.passes)
-    is_stale = bool(update.stale_weight or update.late_weight)
-    total = format_fraction(sum(values)) if None not in known and is_one_loss and not is_stale else ""
-    return text + (" + the previous update" if update.stale_weight else ""), total
+    previous = PREVIOUS if update.stale_weight else ""
+    has_parts = any(problem.cause == "part" for problem in update.problems)  # of losses in later losses
+    if None in known or update.late_weight or has_parts:
+        return text + previous, UNKNOWN
+    return text + previous, _sums(update, values) + previous
+
+
+def describe_check(update: Update) -> str:
+    """Say whether an update without a problem was checked."""
+    if not update.is_checked:
+        return "not checked"
+    return "partly checked" if update.unmade else "ok"
+
+
+def _sums(update: Update, values: list[float]) -> str:
+    """Write the sum of the weights. Losses of different lines have their own sums, unless they take turns."""
+    sums: dict[int, float] = {}
+    for each, value in zip(update.passes, values, strict=True):
+        sums[each.place] = sums.get(each.place, 0.0) + value
+    total = sum(sums.values())
+    if len(sums) == 1 or is_close(total, 1):
+        return format_fraction(total)
+    written = [format_fraction(value) for value in sums.values()]
+    return f"{written[0]} for each loss" if len({*written}) == 1 else ", ".join(written[:SHOWN_SUMS])
 
 
 def _weights(update: Update, values: list[float], errors: list[float], are_known: bool) -> str:
@@ -42,7 +65,7 @@ def _weights(update: Update, values: list[float], errors: list[float], are_known
         is_exact = format_fraction(values[0]) == format_fraction(values[-1]) == mean
         return f"{mean} each" if is_exact else f"about {mean} each"
     if len(values) > 1 and are_known and not differ(of_tokens, token_errors):
-        return "by samples or tokens"
+        return f"by {update.passes[0].loss.unit}s"
     counting = [i for i in range(len(values)) if i not in update.lost]
     is_long = len(values) > SHOWN
     if update.lost and is_long and counting:

@@ -18,7 +18,7 @@ from .findings import Findings, Problem
 from .fitting import fit_weights
 from .judging import BLOCK, Judge, add_final_notes
 from .ranks import Combiner, RankFiles
-from .records import KINDS, BackwardPass, History, Update
+from .records import KINDS, BackwardPass, History, ListedOptimizer, Update
 from .report import Report, find_rounding
 from .watching import Watcher
 from .wording import NEGLIGIBLE, plural
@@ -184,27 +184,26 @@ class Audit(AbstractContextManager["Audit"]):
     def _read_ranks(self) -> None:
         """Read the updates of all ranks, and judge them in blocks."""
         history = self._history
-        own_numbers = {place: number for number, (place, _) in history.optimizers.items()}
+        own_numbers = {listed.place: number for number, listed in history.optimizers.items()}
         history.updates, history.passes, history.judged_passes = [], [], 0
         combiner = Combiner(history)
 
         def take(updates: list[Update]) -> None:
             update = combiner.combine(updates)
-            name = type_names.get(update.optimizer, "")
-            history.optimizers.setdefault(update.optimizer, (update.optimizer, name))
+            unknown = ListedOptimizer(update.optimizer, "")
+            history.optimizers.setdefault(update.optimizer, own.get(update.optimizer, unknown))
             history.updates.append(update)
             history.passes += combiner.list_new(update)
             if len(history.updates) >= BLOCK:
                 self._judge.judge(history, self._findings, history.updates[: BLOCK // 2], [])
                 combiner.forget_all_but(history.passes)
 
-        type_names = dict(history.optimizers.values())
+        own = {listed.place: listed for listed in history.optimizers.values()}
         counts = history.update_counts
         history.update_counts = Counter({place: counts[number] for place, number in own_numbers.items()})
         history.optimizers = {}
-        passes, names = self._rank_files.read(history, take)
+        passes, history.optimizers = self._rank_files.read(history, take)
         history.passes += passes
-        history.optimizers = {place: (place, name) for place, name in names.items()}
 
     def _make_report(self, total: float) -> None:
         history, findings = self._history, self._findings

@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .amounts import Amount
-from .records import Update
+from .call_sites import describe_calls
+from .records import SUM, Update
 from .verdicts import shares
 from .wording import TOLERANCE, are_steady, format_fraction, format_number, format_sites, is_close, plural
 
@@ -63,15 +64,22 @@ def judge_sums(updates: Sequence[Update], scale: float | None, num_ranks: int) -
     by_place: dict[int, list[Window]] = {}
     for update in updates:
         kinds = {problem.kind for problem in update.problems}
-        if update.is_checked and not update.is_vague and not kinds & TELL_ENOUGH:
+        if update.is_vague or kinds & TELL_ENOUGH:
+            update.unmade.add(SUM)
+        elif update.is_checked:
             found = _windows(update)
+            if len(found) < len({each.place for each in update.passes}):
+                update.unmade.add(SUM)
             if not _go_on_elsewhere([window for _, window in found], scale):
                 for place, window in found:
                     by_place.setdefault(place, []).append(window)
     for windows in by_place.values():
         others = _Windows(windows, num_ranks)
         for window in windows:
-            verdict = _Sum(window, others, scale).judge()
+            total = _Sum(window, others, scale)
+            verdict = total.judge()
+            if total.is_unknown:
+                window.update.unmade.add(SUM)
             if verdict is not None:
                 kind, cause, text, factor, amounts = verdict
                 first = window.update.passes[window.positions[0]]
@@ -129,10 +137,15 @@ class _Windows:
 
 
 class _Sum:
-    """The sum of one window, and what may be wrong with it. `judge` tries one cause after another."""
+    """The sum of one window, and what may be wrong with it. `judge` tries one cause after another.
+
+    Attributes:
+        is_unknown: whether nothing tells what the sum should be.
+    """
 
     def __init__(self, window: Window, others: _Windows, scale: float | None) -> None:
         self.total, self.others, self.scale = window.total, others, scale
+        self.is_unknown = False
         self.total_of_update = window.total_of_update
         self.target = 1.0 if scale is None else scale
         self.factor = self.total / self.target
@@ -154,13 +167,17 @@ class _Sum:
         if any(abs(total - self.target) <= tolerance * self.target for total in totals):
             return None
         losses = self._losses_per_micro_batch()
-        if losses > 1 and is_close(self.total, self.target * losses):
+        if losses > 1 and any(
+            is_close(self.total, self.target * losses * factor) for factor in (1.0, self.losses[0].factor)
+        ):
             return None
         # Writes to p.grad.data are not seen, but then nothing in the loss explains why sums differ.
         may_be_touched = self.is_touched or are_steady(self.others.factors, 1e-6)
         if may_be_touched and len(self.others.full) > 1 and not are_steady(self.others.full):
             # The script clips by its own code, for example. Then a sum may be 1/k by chance.
-            return self._loss_scale()
+            verdict = self._loss_scale()
+            self.is_unknown = verdict is None
+            return verdict
         return (
             self._loss_scale()
             or self._partial_window()
@@ -224,7 +241,7 @@ class _Sum:
         return None
 
     def _per_sample(self) -> Verdict | None:
-        """Find windows in which each sample counts the same, whatever their number is."""
+        """Find windows in which each label or value counts the same, whatever their number is."""
         if self.kind != "mean" or not self.tokens or is_close(self.factor, self.count):
             return None
         rates = [
@@ -233,8 +250,9 @@ class _Sum:
         ]
         if len(rates) < 2 or not are_steady(rates, 0.001) or are_steady(self.others.totals):
             return None
+        unit = self.losses[0].unit
         text = (
-            "each sample counts {rate}, however many samples the update holds, so the gradient is "
+            f"each {unit} counts {{rate}}, however many {unit}s the update holds, so the gradient is "
             "{fraction.as_factor} what it should be"
         )
         return _scale("samples", text, self.factor, rate=self.total / self.tokens)
@@ -256,7 +274,9 @@ class _Sum:
                 "instead of divided"
             )
             return _scale("multiplied", text, factor)
-        if any(is_close(self.total, self.target * multiple) for multiple in times):
+        if count > 1 and is_close(factor, self._own_factor() * count):
+            factor, times = float(count), {count}
+        if any(is_close(factor, multiple) for multiple in times):
             text = (
                 f"the gradient is {{fraction}} times the mean of {batches}: nothing divides by their number"
             )
@@ -266,7 +286,8 @@ class _Sum:
         if any(is_close(self.total * multiple, self.target) for multiple in times):
             by_ranks = is_close(self.total * ranks, self.target) and ranks > 1
             by = ", by the number of ranks too" if by_ranks else ""
-            cleared = format_sites(each.cleared for each in self.passes[:-1])
+            sites = [each.cleared for each in self.passes[:-1] if each.cleared]
+            cleared = describe_calls(sites, "zero_grad()")
             unless = f", or {cleared} clears all but one" if cleared else ""
             text = (
                 f"the gradient is {{fraction}} of the mean of {batches}: something divides twice{by}{unless}"
@@ -289,6 +310,18 @@ class _Sum:
         loss = self.losses[0]
         constants = [*loss.factors, *(1 / divisor for divisor in loss.divisors if divisor)]
         return sum(is_close(x, 1 / self.count) or is_close(x, self.ranks / self.count) for x in constants)
+
+    def _own_factor(self) -> float:
+        """Return the factor of a mean that nothing else divides: 1/2 in (a + b) / 2. 0: none, or unsure.
+
+        It is no division by the number of micro-batches, because the sum would not exceed 1 then.
+        """
+        loss = self.losses[0]
+        is_steady = are_steady(self.others.factors, 1e-6) and not self.others.has_lengths
+        if self.kind != "mean" or loss.divisors or self.is_touched or not is_steady or self._divisions():
+            return 0.0
+        is_share = self.total > self.target and not loss.is_divided_sum  # a factor above 1 may undo a mean
+        return loss.factor if is_share and loss.factor < 1 else 0.0
 
     def _possible_multiples(self) -> set[int]:
         """Return by which numbers the sum may be wrong, if no factor of the loss's own explains it."""
@@ -313,7 +346,7 @@ class _Sum:
     def _is_mean_of_sums(self) -> bool:
         """Return whether the loss is a sum that is divided by the number of micro-batches only.
 
-        Then nothing says by how many samples or tokens it should be divided.
+        Then nothing says by how many labels or values it should be divided.
         """
         loss, length = self.losses[0], self.others.length
         factor = loss.factor / (loss.count or 1.0) if loss.is_divided_sum else loss.factor
@@ -330,8 +363,8 @@ class _Sum:
         is_sum = self.kind == "sum"
         if is_sum and not are_steady(others.factors, 0.002) and not are_steady(others.full, 0.002):
             text = (
-                "the losses are divided by {times} times the number of their samples or tokens, so the "
-                "gradient is {fraction.as_factor} what it should be"
+                f"the losses are divided by {{times}} times the number of their {self.losses[0].unit}s, so "
+                "the gradient is {fraction.as_factor} what it should be"
             )
             verdict = _scale("tokens", text, self.factor)
             verdict.amounts["times"] = Amount.of(format_number, 1 / total)

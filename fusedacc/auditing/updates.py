@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .call_sites import call_site
 from .guard import guarded
+from .kept_gradients import look_at_kept, note_used
 from .leaves import grad_state, is_distributed, local_part
 from .optimizers import OptimizerRecord, parameters_of
-from .records import BackwardPass, Equations, Update
+from .records import BackwardPass, Equations, ListedOptimizer, Update
 from .repetitions import find_repetitions
 from .shards import first_row
 from .sketch_sets import SketchSet, mask_of
@@ -43,6 +44,7 @@ class OpenUpdate:
         leaves: numbers of the leaves whose gradients they get.
         sketches: of the gradients that the optimizer uses.
         unclip: by parameter: the factor that undoes what torch's clipping has shrunk alone.
+        cleared: numbers of leaves that have nothing of the last update's gradient.
         decay: sketches of the parameters, if other code has changed gradients, maybe by weight decay.
         is_outer: whether the optimizer has called another one, which has made the update.
     """
@@ -53,6 +55,7 @@ class OpenUpdate:
     leaves: list[int]
     sketches: list[Tensor]
     unclip: list[float]
+    cleared: set[int] = field(default_factory=set)
     decay: list[Tensor] = field(default_factory=list)
     is_outer: bool = False
 
@@ -131,6 +134,7 @@ class Updates:
         is_first_of_others = record.last_update is None and not isinstance(optimizer, Optimizer)
         update.is_restored = record.is_restored or is_first_of_others
         open_update = OpenUpdate(update, record, params, leaves, [], [])
+        self._note_kept(open_update, gradients)
         if _only_makes_state(optimizer, gradients):
             return None
         scale = getattr(optimizer, "grad_scale", None)  # by which a fused optimizer divides
@@ -145,6 +149,21 @@ class Updates:
             if step.optimizer is not optimizer and step.update is not None:
                 self._take_given(open_update, step.update)
         return open_update
+
+    def _note_kept(self, open_update: OpenUpdate, gradients: Sequence[Tensor | None]) -> None:
+        """Note which gradients of the last update were cleared: only where autograd's own sums are used."""
+        record, watched = open_update.record, self.watch.leaves
+        look_at_kept(record, watched)
+        numbers = zip(open_update.params, gradients, open_update.leaves, strict=True)
+        open_update.cleared = {
+            number
+            for param, gradient, number in numbers
+            if number in record.cleared
+            and gradient is not None
+            and gradient is param.grad
+            and not watched.is_changed(param, gradient)
+        }
+        open_update.update.is_kept = bool(record.kept)
 
     @staticmethod
     def _take_given(open_update: OpenUpdate, outer: OpenUpdate) -> None:
@@ -236,10 +255,12 @@ class Updates:
         record.is_cleared = record.misses_passes = False
         self.watch.num_waiting = 0
         if number not in history.optimizers:
-            history.optimizers[number] = len(history.optimizers), type(optimizer).__name__
+            listed = ListedOptimizer(len(history.optimizers), type(optimizer).__name__, record.made)
+            history.optimizers[number] = listed
             if dist.is_available() and dist.is_initialized():
                 history.rank, history.num_ranks = dist.get_rank(), dist.get_world_size()
         history.update_counts[number] += 1
+        update.num_passes = history.num_passes
         record.used_at = history.num_updates
         history.window_starts[number] = history.num_passes + (self.watch.current is not None)
         self.watch.optimizers.name_parameters(record, open_update.params)
@@ -256,6 +277,12 @@ class Updates:
         originals = find_repetitions(update)
         evaluating = frozenset(each.number for each in update.passes if number in each.evaluating)
         update.evaluating = evaluating if len(evaluating) < len(update.passes) else frozenset()
+        versions = [each.versions.get(number) for each in update.passes]
+        update.moved = frozenset(
+            each.number
+            for each, version in zip(update.passes, versions, strict=True)
+            if version != versions[-1]
+        )
         dtypes = [update.dtype, *(each.dtype for each in update.passes)]
         update.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         infinite = [each for each in update.passes if not each.is_finite]
@@ -271,6 +298,7 @@ class Updates:
         for leaf, sketch in zip(open_update.leaves, open_update.sketches, strict=True):
             if leaf not in record.last_sketches:
                 record.last_sketches.add(leaf, sketch)
+        note_used(record, open_update.params, self.watch.leaves)
         former, record.last_update, record.is_restored = record.last_update, update, False
         self._on_update(update, former, infinite)
         self.watch.optimizers.free_sketches()
@@ -320,9 +348,9 @@ def make_equations(open_update: OpenUpdate) -> Equations:
     """Put the sketches of an update into columns."""
     sketches, leaves = open_update.sketches, open_update.leaves
 
-    def column(known: SketchSet | None) -> Tensor:
+    def column(known: SketchSet | None, without: Container[int] = ()) -> Tensor:
         parts = [
-            torch.zeros_like(sketch) if known is None or leaf not in known else known[leaf]
+            torch.zeros_like(sketch) if known is None or leaf not in known or leaf in without else known[leaf]
             for leaf, sketch in zip(leaves, sketches, strict=True)
         ]
         return torch.cat(parts).cpu()
@@ -332,4 +360,5 @@ def make_equations(open_update: OpenUpdate) -> Equations:
     passes = torch.stack(columns, 1) if columns else used.new_zeros(len(used), 0)
     owners = torch.repeat_interleave(torch.tensor([len(sketch) for sketch in sketches], device="cpu"))
     decay = torch.cat(open_update.decay).cpu() if open_update.decay else None
-    return Equations(passes, used, column(open_update.record.last_sketches), owners, decay)
+    stale = column(open_update.record.last_sketches, open_update.cleared)
+    return Equations(passes, used, stale, owners, decay)

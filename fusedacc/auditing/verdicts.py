@@ -10,8 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .amounts import Amount
+from .call_sites import describe_calls
+from .doubts import add_doubts
 from .number_ranges import NumberRanges
-from .records import BackwardPass, Update
+from .records import EVENNESS, BackwardPass, Update
 from .wording import (
     NEGLIGIBLE,
     STANDARD_ERRORS,
@@ -95,6 +97,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
     unsure = [i for i, error in enumerate(update.errors) if error > UNSURE * min(update.unit, top)]
     if unsure and len(update.passes) > 1:
         update.notes.append(SAME_GRADIENTS)
+        update.unmade.add(EVENNESS)
         limit = max(0.01, 10 * update.rest)
         is_fair = update.rest_if_fair <= limit
         if not is_fair and update.rest_if_others_fair > limit:
@@ -105,6 +108,7 @@ def judge_update(update: Update, expectations: Expectations) -> None:
             return
     is_sure = len(unsure) <= len(update.passes) / 2 or len(update.passes) == 1
     _note_hooks(update)
+    add_doubts(update)
     if is_sure or not is_fair:
         _find_lost(update, top, unsure, is_fair)
     _judge_repeated(update)
@@ -122,7 +126,9 @@ def judge_update(update: Update, expectations: Expectations) -> None:
         )
         update.add_problem("count", "steps", text)
     _judge_parameters(update)
-    if not update.lost and not update.stale_weight and not update.late_weight:
+    if update.lost or update.stale_weight or update.late_weight:
+        update.unmade.add(EVENNESS)
+    else:
         _judge_weights(update, expectations)
 
 
@@ -157,10 +163,12 @@ def _note_hooks(update: Update) -> None:
 def _judge_empty(update: Update) -> None:
     update.lost = list(range(len(update.passes)))
     text = "step() finds no gradient, so no micro-batch reaches the optimizer"
-    cleared = format_sites(each.cleared for each in update.passes)
-    if cleared:
-        text += f": {cleared} clears all gradients"
-    cause = "empty" if cleared else "other"
+    cleared = [each.cleared for each in update.passes if each.cleared]
+    calls = describe_calls(cleared, "zero_grad()")
+    if calls:
+        text += f": {calls} clears all gradients"
+    cause = "empty" if calls else "other"
+    update.unmade.add(EVENNESS)
     update.add_problem("lost", cause, text, cleared=cleared, factor=0.0)
 
 
@@ -205,11 +213,12 @@ def _judge_evaluation(update: Update) -> None:
 def _judge_lost(update: Update) -> None:
     passes, counting = update.passes, _counting(update)
     lost = [passes[i] for i in update.lost]
-    clipped, cleared = _clipped_at(update), format_sites(each.cleared for each in lost)
+    cleared = [each.cleared for each in lost if each.cleared]
+    clipped, calls = _clipped_at(update), describe_calls(cleared, "zero_grad()")
     if lost and {passes[i].rank for i in counting} != {each.rank for each in passes}:
         text = "each rank uses only its own gradients: nothing averages them over the ranks"
         update.add_problem("ranks", "own", text)
-    elif lost and clipped and not cleared:
+    elif lost and clipped and not calls:
         update.is_vague = True
         text = f"the gradient is clipped after every micro-batch at {clipped}, so early ones fade away"
         update.add_problem("uneven", "clipped", text)
@@ -218,10 +227,10 @@ def _judge_lost(update: Update) -> None:
         text = f"only {len(counting)} of {len(passes)} {reach} the optimizer"
         if len(lost) < len(passes) / 2:
             text += f" (lost: {positions(passes, update.lost)})"
-        if cleared:
+        if calls:
             gradients = "other gradient" if len(lost) == 1 else f"other {len(lost)} gradients"
-            text += f": {cleared} clears the {gradients}"
-        cause = "cleared" if cleared else "other"
+            text += f": {calls} clears the {gradients}"
+        cause = "cleared" if calls else "other"
         factor = len(counting) / len(passes)
         update.add_problem("lost", cause, text, cleared=cleared, factor=factor)
     elif update.apart > RANKS_APART:
@@ -232,15 +241,38 @@ def _judge_lost(update: Update) -> None:
 
 
 def _judge_stale(update: Update) -> None:
-    weight = update.stale_weight
-    if weight:
+    weight, others = update.stale_weight, update.other_losses
+    where = _where_to_clear(update)
+    if weight and update.stale_parameters:
+        _add_stale_parameters(update, update.stale_parameters, weight)
+    elif weight:
         times = "" if is_close(weight, 1) else ", {times} times"
-        text = f"the gradient of the previous update counts again{times}: nothing clears it"
+        text = f"the gradient of the previous update counts again{times}"
+        if others:
+            text += f", and so does that of {others}"
+        text += ": nothing clears them" if others else ": nothing clears it"
         amounts = {"times": Amount.of(format_fraction, weight)}
-        update.add_problem("stale", "again", text, factor=weight, amounts=amounts)
+        update.add_problem("stale", "again", text, factor=weight, amounts=amounts, call=where)
+    elif others:
+        text = f"the gradient of {others}, counts too: nothing clears it"
+        update.add_problem("stale", "other loss", text, call=where)
     if update.late_weight:
         text = "gradients of the previous update's micro-batches arrive only in this update"
         update.add_problem("stale", "late", text, factor=update.late_weight)
+
+
+def _add_stale_parameters(update: Update, names: list[str], weight: float, comment: str = "") -> None:
+    text = "{parameters}: the gradient of the previous update counts again: nothing clears it" + comment
+    listed, where = format_names(names), _where_to_clear(update)
+    update.add_problem("stale", "parameters", text, factor=weight, parameters=listed, call=where)
+
+
+def _where_to_clear(update: Update) -> str:
+    """Say between which calls gradients should be cleared, so that none is left over in an update."""
+    own = [each for each in update.passes if each not in update.left_over]
+    before = update.left_over[-1].call if update.left_over else update.site.describe("step()")
+    after = own[0].call if own else ""
+    return f"after {before}, before {after}" if before and after else ""
 
 
 def positions(passes: list[BackwardPass], chosen: list[int]) -> str:
@@ -262,7 +294,7 @@ def _numbers(numbers: NumberRanges) -> str:
     return f"number{'s' * (len(numbers) > 1)} {numbers}"
 
 
-# Micro-batches, samples or tokens that count more than others
+# Micro-batches, or single labels or values, that count more than others
 
 
 def _judge_weights(update: Update, expectations: Expectations) -> None:
@@ -290,7 +322,7 @@ def _judge_group(
     values = [update.weights[i] * loss.factor for i, loss in zip(group, losses, strict=True)]
     errors = [update.errors[i] * loss.factor for i, loss in zip(group, losses, strict=True)]
     counts = [loss.mean_count for loss in losses]
-    fair = [value / count for value, count in zip(values, counts, strict=True)]  # of one sample or token
+    fair = [value / count for value, count in zip(values, counts, strict=True)]  # of one label or value
     if not differ(fair, [error / count for error, count in zip(errors, counts, strict=True)]):
         return
     times = max(fair) / max(min(fair), 1e-300)
@@ -298,18 +330,18 @@ def _judge_group(
     least = min((update.weights[i] for i in group), key=abs)
     ratios = [update.weights[i] / least for i in group]
     more = [ratio for ratio in ratios if ratio > 1.5]
-    clipped = _clipped_at(update)
+    clipped, unit = _clipped_at(update), losses[0].unit
     if losses[0].kind == "mean" and not differ(values, errors):
         usual = _usual_size(passes[0].place, expectations.sizes)
         if _is_only_last_smaller(passes, usual):
             update.notes.append(
-                f"a last micro-batch of {min(counts):g} samples counts as much as those of {usual:g}"
+                f"a last micro-batch of {min(counts):g} {unit}s counts as much as those of {usual:g}"
             )
             return
         text = (
-            "mean of means: each loss is a mean over the {sizes} samples or tokens of its micro-batch, and "
-            "all micro-batches get the same weight (see the table). So one sample or token counts up to "
-            "{times.most} times as much as another in the same update"
+            f"mean of means: each loss is a mean over the {{sizes}} {unit}s of its micro-batch, and all "
+            f"micro-batches get the same weight (see the table). So one {unit} counts up to {{times.most}} "
+            "times as much as another in the same update"
         )
         amounts["sizes"] = Amount.of(format_count, min(counts), max(counts))
         update.add_problem("uneven", "means", text, at=passes[0], factor=times, amounts=amounts)
@@ -317,8 +349,8 @@ def _judge_group(
         factors = [loss.factor for loss in losses]
         text = (
             "the losses of an update are multiplied by different numbers, the largest up to {spread.most} "
-            "times the smallest. So one sample or token counts up to {times.most} times as much as another "
-            "in the same update"
+            f"times the smallest. So one {unit} counts up to {{times.most}} times as much as another in the "
+            "same update"
         )
         amounts["spread"] = Amount.of(format_number, max(factors) / max(min(factors), 1e-300))
         update.add_problem("uneven", "factors", text, at=passes[0], factor=times, amounts=amounts)
@@ -327,7 +359,7 @@ def _judge_group(
         text = f"the gradient is clipped after every micro-batch at {clipped}, so early ones count less"
         update.add_problem("uneven", "clipped", text, at=passes[0], factor=times)
     elif any(problem.kind == "double" for problem in update.problems):
-        pass  # it is told already
+        update.unmade.add(EVENNESS)  # the one that counts twice is told already
     elif more and len(more) <= len(group) / 2 and all(is_close(ratio, round(more[0])) for ratio in more):
         which = positions(update.passes, [i for i, ratio in zip(group, ratios, strict=True) if ratio > 1.5])
         verb = "counts" if len(more) == 1 else "count"
@@ -402,12 +434,7 @@ def _judge_parameters(update: Update) -> None:
         text = "{parameters}: each rank uses only its own gradients: nothing averages them over the ranks"
         update.add_problem("ranks", "own", text, parameters=format_names(of_one_rank))
     if stale:
-        text = (
-            "{parameters}: the gradient of the previous update counts again: nothing clears it (the table "
-            "shows the other parameters)"
-        )
-        listed = format_names(stale)
-        update.add_problem("stale", "parameters", text, factor=1.0, parameters=listed)
+        _add_stale_parameters(update, stale, 1.0, " (the table shows the other parameters)")
 
 
 def _ranks_that_count(update: Update, weights: list[float]) -> set[int]:

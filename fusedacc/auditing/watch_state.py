@@ -47,7 +47,7 @@ class WatchState:
         self.pages = SketchPages()
         self.current: BackwardPass | None = None
         self.num_waiting = 0
-        self.versions = 0
+        self.versions: dict[int, int] = {}
         self.loss_scale: Any = 1.0
         self.unclipped: dict[int, tuple[Tensor, GradState]] = {}
         self.seconds = 0.0

@@ -57,7 +57,7 @@ def format_ratio(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Write a number of samples or tokens."""
+    """Write a number of tokens, labels or values."""
     return f"{value:g}"
 
 

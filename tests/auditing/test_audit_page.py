@@ -48,3 +48,17 @@ def test_the_template_for_ci_runs():
     names = {"train": train}
     exec(template, names)
     names["test_gradient_accumulation"]()
+
+
+def test_a_gan_that_clears_as_the_page_shows_has_no_problem():
+    (snippet,) = re.findall(
+        r"^```python\n(critic_optimizer\.zero.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    generator, critic = nn.Linear(8, 16), nn.Linear(16, 1)
+    names = {"generator": generator, "real": torch.randn(4, 16), "noise": torch.randn(4, 8)}
+    names["critic_optimizer"] = torch.optim.Adam(critic.parameters())
+    names["generator_optimizer"] = torch.optim.Adam(generator.parameters())
+    names["critic_loss"] = lambda real, fake: critic(fake).mean() - critic(real).mean()
+    names["generator_loss"] = lambda fake: critic(fake).square().mean()
+    report = audited(lambda: [exec(snippet, names) for _ in range(4)])
+    assert (report.status, report.notes) == (0, []), report.text

@@ -3,10 +3,11 @@
 import other_loops
 import plain_loops
 import pytest
+import trainer_loops
 from auditing_cases import are_close, audited, factors
 from random_trainings import FAULTS, RandomTraining
 
-CASES = plain_loops.CASES | other_loops.CASES
+CASES = plain_loops.CASES | other_loops.CASES | trainer_loops.CASES
 #: What each faulty loop is told as: the kinds of its problems, with their factors.
 FOUND = {
     "bad_mean_of_means": {"uneven": 8.0},
@@ -56,6 +57,27 @@ FOUND = {
     "bad_not_divided_with_hooks_that_look": {"scale": 4.0},
     "bad_tasks_not_divided": {"scale": 12.0},
     "bad_running_sum_halved": {"parameters": None},
+    "bad_zero_grad_in_the_wrong_branch": {"lost": 0.25},
+    "bad_zero_grad_in_every_second_update": {"stale": 1.0},
+    "bad_wrapper_without_its_context": {"scale": 0.25},
+    "bad_divided_by_the_length_of_the_loader": {"scale": 0.1667},
+    "bad_backward_of_a_running_sum": {"double": 4.0},
+    "bad_contrastive_not_divided": {"scale": 4.0},
+    "bad_label_smoothing_not_divided": {"scale": 4.0},
+    "bad_half_mse_not_divided": {"scale": 4.0},
+    "bad_closure_without_zero_grad": {"stale": 1.0},
+    "bad_saliency_leaks": {"stale": None},
+    "bad_complex_not_divided": {"scale": 4.0},
+    "bad_only_matrices_zeroed_by_hand": {"stale": 1.0},
+    "bad_gradients_set_to_none_by_hand_each": {"lost": 0.25},
+    "bad_micro_batch_with_nan_shortens_the_window": {"scale": 0.75},
+    "bad_skipped_update_is_not_cleared": {"scale": 2.0},
+    "bad_failed_micro_batch_counts": {"scale": 0.75},
+    "bad_copy_is_cleared": {"stale": 1.0},
+    "bad_only_the_body_is_cleared": {"stale": 1.0},
+    "bad_cleared_at_the_begin_of_an_epoch": {"lost": 0.5},
+    "bad_sums_decay": {"uneven": 1.372},
+    "bad_means_of_samples": {"uneven": 4.0},
 }
 #: Random trainings in one test, and tests.
 TRAININGS, TESTS = 10, 6
@@ -73,6 +95,14 @@ def test_a_fault_is_found_with_its_factor(name):
     assert report.status == 1, report.text
     assert are_close(factors(report), FOUND[name]), report.text
     assert all(problem.location for problem in report.problems)
+
+
+@pytest.mark.parametrize("seed", [183, 189, 313])
+def test_a_gradient_that_a_loss_scale_shrinks_is_stale(seed):
+    """It counts 1/128 to 1/4096 times, because only the new gradients are multiplied by the loss scale."""
+    training = RandomTraining(seed)
+    assert (training.fault, training.scaler.is_enabled()) == ("never cleared", True)
+    assert {*factors(audited(training.run))} == {"stale"}
 
 
 @pytest.mark.parametrize("first", range(0, TRAININGS * TESTS, TRAININGS))
