@@ -23,7 +23,7 @@ class TestOptimizer:
         for name, expected in {
             "step": [("closure", None), ("arguments", inspect.Parameter.empty)],
             "zero_grad": [("set_to_none", True)],
-            "accumulate": [("model", None), ("weight", None)],
+            "accumulate": [("model", None), ("weight", None), ("defer", "all")],
             "state_dict": [("include_partial", True)],
             "load_state_dict": [("state_dict", inspect.Parameter.empty)],
             "flush": [("arguments", inspect.Parameter.empty)],
