@@ -202,6 +202,7 @@ EVENTS = {
     "ignore a backward": ignore_a_backward,
     "enter a micro-batch": enter_a_micro_batch,
     "another backward": lambda training: training.loss().backward(),
+    "another step": lambda training: training.opt.step(),
     "create_graph": lambda training: training.loss().backward(create_graph=True),
     "set zeros": lambda training: training.opt.zero_grad(set_to_none=False),
     "close": lambda training: training.opt.close(),
@@ -237,7 +238,8 @@ def test_with_and_without_the_engine_events_have_the_same_effect(event, loop, at
                     if happens and between == "step and zero_grad":
                         EVENTS[event](training)
                     training.opt.zero_grad()
-                seen.append((training.opt.micro_step, training.opt.num_updates))
+                is_shown = [p.grad is not None for p in training.model.parameters()]
+                seen.append((training.opt.micro_step, training.opt.num_updates, is_shown))
                 if event == "create_graph":
                     for p in training.model.parameters():
                         p.grad = None if p.grad is None else p.grad.detach()
@@ -467,6 +469,15 @@ def test_a_plan_is_not_used_in_a_later_window():
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == 2
     assert weight.item() == pytest.approx(-2)
+
+
+def test_a_window_whose_backward_passes_give_no_gradient_updates():
+    weight, optimizer = scalar(3)
+    for number in range(9):
+        with_backward(weight, torch.clone if number < 3 else lambda gradient: None).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert (optimizer.micro_step, optimizer.num_updates) == (0, 3)
+    assert weight.item() == -1
 
 
 def test_a_scaler_that_steps_divides_gradients_of_losses_that_it_has_not_scaled():
