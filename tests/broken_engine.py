@@ -205,11 +205,6 @@ tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
 # an update leaves out what it should do but for the inner optimizer's step()
 -if (!plan_ || !plan_->updates_plainly || !backwards_.empty() || !window_->ran) return
 +if (!plan_ || !backwards_.empty() || !window_->ran) return
-# an update leaves out parameters that were added to a group
--!have_parameters(groups, known) || !shows_only_sums()) return false;
--  window_->has_updated = false;
-+!shows_only_sums()) return false;
-+  window_->has_updated = false;
 # an update ignores what was put into p.grad
 -!have_parameters(groups, known) || !shows_only_sums()) return false;
 -  window_->has_updated = false;
@@ -238,15 +233,9 @@ tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
 -  sums_->consumed = false;
 -  sums_->exposed = false;
 +  sums_->consumed = false;
-# a gradient is added beside parts that modules have written
--is_left_to_autograd(reason) && !slot->is_begun)
-+is_left_to_autograd(reason))
 # a plan of sums with begun parts is published
 -return slot->grad_state == GradState::kNotOurs && !slot->is_begun;
 +return slot->grad_state == GradState::kNotOurs;
-# the first gradient of a bucket is added to memory outside of the bucket
--(slot->in_reduce_bucket && !sum.defined())
-+false
 # a gradient is added to a sum of another dtype than was asked for
 -return sum.scalar_type() == slot.accumulate_dtype && sum.device()
 +return sum.device()
@@ -259,46 +248,18 @@ tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
 -  if (found == backwards_.end() || found->second != backward) return false;
 -  backwards_.erase(found);
 +  if (found != backwards_.end()) backwards_.erase(found);
-# gradients are handled while another thread adds
--  const Lock lock(mutex_);
--  const Reason reason
-+  const Reason reason
-# products are added while another thread adds
--  const Lock lock(mutex_);
--  if (left.size(0) == 0
-+  if (left.size(0) == 0
 csrc/autograd:
 tests/nn/test_native_functions.py tests/nn/test_autograd.py tests/nn/test_model_training.py
 tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
-# modules write products that are postponed
--if (postpones_ || slot.is_begun) return std
-+if (slot.is_begun) return std
-# modules write to a sum beside a stack that is begun
--if (postpones_ || slot.is_begun) return std
-+if (postpones_) return std
 # modules write in a backward pass that autograd handles
 -backward && backward->captures && !backward->drops && backward->scale
 +backward && !backward->drops && backward->scale
 # modules write a gradient of weight 0
 -backward->captures && !backward->drops && backward->scale
 +backward->captures && backward->scale
-# modules take a scale on a device for 1
--!backward->drops && backward->scale.on_host() &&
-+!backward->drops &&
-# modules take a window's scale on a device for 1
--window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
-+!must_add_in_python(slot, backward->scale);
-# modules write where Python must add
--window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
-+window_->sum_scale.on_host();
-# modules make a sum outside its bucket
--    if (slot.in_reduce_bucket) return std::nullopt;
 # modules write to a sum that is no ordinary tensor
 -sum.device() == *slot.device && is_plain(sum);
 +sum.device() == *slot.device;
-# modules take a deferred scale on a device for 1
-- || !slot.beta.on_host()) return std::nullopt;
-+) return std::nullopt;
 # modules write a product without rows
 -if (left.size(0) == 0 || left.dim() != 2) return false;
 +if (left.dim() != 2) return false;
@@ -351,13 +312,60 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py
 # modules hide the gradient from a weight's hooks
 -has_hooks_that_act(parameter) ? Reason::kWeightHook : Reason::kInModule
 +Reason::kInModule
-csrc/autograd: tests/nn/test_sink.py
+csrc/autograd: tests/nn/test_sink_threads.py
 # the engine waits for its lock with the GIL
 -    const py::gil_scoped_release released;  // a thread
 +    // a thread
 # step() waits for the lock of a backward pass
 -(mutex_, std::try_to_lock);  // another
 +(mutex_);  // another
+# gradients are handled while another thread adds
+-  const Lock lock(mutex_);
+-  const Reason reason
++  const Reason reason
+# products are added while another thread adds
+-  const Lock lock(mutex_);
+-  if (left.size(0) == 0
++  if (left.size(0) == 0
+csrc/autograd: tests/optimizer/test_changed_groups.py
+# an update leaves out parameters that were added to a group
+-!have_parameters(groups, known) || !shows_only_sums()) return false;
+-  window_->has_updated = false;
++!shows_only_sums()) return false;
++  window_->has_updated = false;
+csrc/autograd: tests/nn/test_expert_parts.py tests/nn/test_experts.py tests/nn/test_experts_autograd.py
+# a gradient is added beside parts that modules have written
+-is_left_to_autograd(reason) && !slot->is_begun)
++is_left_to_autograd(reason))
+# modules write to a sum beside a stack that is begun
+-if (postpones_ || slot.is_begun) return std
++if (postpones_) return std
+csrc/autograd:
+tests/distributed/test_buckets.py tests/distributed/test_data_parallel.py
+tests/distributed/test_experts_on_ranks.py
+# the first gradient of a bucket is added to memory outside of the bucket
+-(slot->in_reduce_bucket && !sum.defined())
++false
+# modules make a sum outside its bucket
+-    if (slot.in_reduce_bucket) return std::nullopt;
+csrc/autograd: tests/distributed/test_attached_pipelines.py tests/distributed/test_pipelines.py
+# modules write products that are postponed
+-if (postpones_ || slot.is_begun) return std
++if (slot.is_begun) return std
+csrc/autograd: tests/optimizer/test_device_weights.py tests/nn/test_sink.py
+# modules take a scale on a device for 1
+-!backward->drops && backward->scale.on_host() &&
++!backward->drops &&
+# modules take a window's scale on a device for 1
+-window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
++!must_add_in_python(slot, backward->scale);
+# modules take a deferred scale on a device for 1
+- || !slot.beta.on_host()) return std::nullopt;
++) return std::nullopt;
+csrc/autograd: tests/optimizer/test_stochastic_sums.py tests/nn/test_whole_gradients.py
+# modules write where Python must add
+-window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
++window_->sum_scale.on_host();
 csrc/autograd: tests/optimizer/test_lifetime.py
 # a hook that is no longer in force takes gradients
 -return found && found->node == node_ ? found

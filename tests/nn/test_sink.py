@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -364,49 +363,6 @@ class Transformable(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     backward = Product.backward
-
-
-class Slow(torch.autograd.Function):
-    """weight * x, whose backward takes long to add the gradient."""
-
-    entered = threading.Event()
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        with fusedacc.sink(weight).write() as (accumulator, scale, beta):
-            Slow.entered.set()
-            time.sleep(0.2)  # gives the GIL to other threads
-            accumulator.mul_(beta).add_(grad * x, alpha=scale)
-        return grad * weight, None
-
-
-def test_other_threads_wait_until_a_kernel_has_been_launched():
-    model = Model()
-    slow = nn.Parameter(torch.randn(3))
-    inner = torch.optim.SGD([*model.parameters(), slow], lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 100, reduction="sum")
-    for seed in range(2):
-        (loss_of(model, seed) + slow.sum()).backward()
-        optimizer.step()
-    x = torch.randn(3)
-    thread = threading.Thread(target=Slow.apply(x, slow).sum().backward)
-    thread.start()
-    assert Slow.entered.wait(60)
-    optimizer.step()
-    loss_of(model, 2).backward()
-    thread.join()
-    optimizer.flush()
-    twin = twin_of(model)
-    for seed in range(3):
-        loss_of(twin, seed).backward()
-    assert_close(model, twin)
-    torch.testing.assert_close(slow.grad, 2 + x)
 
 
 @pytest.mark.parametrize("steps", [None, 100])
