@@ -212,17 +212,9 @@ tests/optimizer/test_failed_update.py tests/accumulators tests/autograd
 +  window_->has_updated = false;
 # gradients that an update has used count again
 -  sums_->consumed = true;
-# a change of p.grad after an update is not noticed
--    if (gradient.defined()) slot->placed_version = gradient._version();
 # zero_grad() clears gradients that no update has used
 - || !backwards_.empty() || !sums_->consumed) return
 + || !backwards_.empty()) return
-# zero_grad() clears the gradients of a window that has begun
--window_->micro_step != 0 || window_->ran || !have
-+window_->micro_step != 0 || !have
-# zero_grad() keeps the hooks of parameters that have changed
--!are_as_seen() || !shows_only_sums()
-+!shows_only_sums()
 # zero_grad() is not reported to the profiler
 -  if (at::hasCallbacks()) return false;
 +  // at::hasCallbacks()
@@ -333,13 +325,6 @@ csrc/autograd: tests/optimizer/test_changed_groups.py
 -  window_->has_updated = false;
 +!shows_only_sums()) return false;
 +  window_->has_updated = false;
-csrc/autograd: tests/nn/test_expert_parts.py tests/nn/test_experts.py tests/nn/test_experts_autograd.py
-# a gradient is added beside parts that modules have written
--is_left_to_autograd(reason) && !slot->is_begun)
-+is_left_to_autograd(reason))
-# modules write to a sum beside a stack that is begun
--if (postpones_ || slot.is_begun) return std
-+if (postpones_) return std
 csrc/autograd:
 tests/distributed/test_buckets.py tests/distributed/test_data_parallel.py
 tests/distributed/test_experts_on_ranks.py
@@ -350,8 +335,7 @@ tests/distributed/test_experts_on_ranks.py
 -    if (slot.in_reduce_bucket) return std::nullopt;
 csrc/autograd: tests/distributed/test_attached_pipelines.py tests/distributed/test_pipelines.py
 # modules write products that are postponed
--if (postpones_ || slot.is_begun) return std
-+if (slot.is_begun) return std
+-  if (postpones_) return std::nullopt;
 csrc/autograd: tests/optimizer/test_device_weights.py tests/nn/test_sink.py
 # modules take a scale on a device for 1
 -!backward->drops && backward->scale.on_host() &&
@@ -362,7 +346,13 @@ csrc/autograd: tests/optimizer/test_device_weights.py tests/nn/test_sink.py
 # modules take a deferred scale on a device for 1
 - || !slot.beta.on_host()) return std::nullopt;
 +) return std::nullopt;
-csrc/autograd: tests/optimizer/test_stochastic_sums.py tests/nn/test_whole_gradients.py
+csrc/autograd: tests/autograd/test_new_nodes.py
+# a change of p.grad after an update is not noticed
+-    if (gradient.defined()) slot->placed_version = gradient._version();
+# zero_grad() keeps the hooks of parameters that have changed
+-!are_as_seen() || !shows_only_sums()
++!shows_only_sums()
+csrc/autograd: tests/traffic
 # modules write where Python must add
 -window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
 +window_->sum_scale.on_host();

@@ -166,7 +166,7 @@ bool Engine::deliver(const SlotPointer& slot, AccumulateGrad& node, const at::Te
   if (slot->main_grad.defined() && may_be_added(*slot, gradient)) {
     return receive_in_python(slot, gradient, reason, is_unshared);
   }
-  if (backward->captures && !is_left_to_autograd(reason) && !slot->is_begun) {
+  if (backward->captures && !is_left_to_autograd(reason)) {
     if (!gradient.defined() || backward->drops) return true;
     backward->added = true;  // also if it fails half-way
     if (is_ordinary(*slot, gradient) && add(backward, slot, parameter, gradient, is_unshared)) return true;
@@ -282,7 +282,7 @@ void Engine::note_written(Slot& slot, const at::Tensor& sum, bool is_new) {
 // Modules that write to sums
 
 std::optional<Engine::Target> Engine::target_for(Slot& slot) {
-  if (postpones_ || slot.is_begun) return std::nullopt;
+  if (postpones_) return std::nullopt;
   const std::shared_ptr<BackwardPass> backward = enter();
   const bool writes = backward && backward->captures && !backward->drops && backward->scale.on_host() &&
                       window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
@@ -621,8 +621,7 @@ bool Engine::clear_used(const py::object& groups, const py::list& known) {
   if (on_gpu_ && (is_capturing() || !are_on_current_streams())) return false;  // Python must hook new nodes
   if (at::hasCallbacks()) return false;  // a profiler may run, which Python's `zero_grad()` tells of its work
   if (!plan_applies() || !plan_->updates_plainly || !backwards_.empty() || !sums_->consumed) return false;
-  if (window_->micro_step != 0 || window_->ran || !have_parameters(groups, known)) return false;
-  if (!are_as_seen() || !shows_only_sums()) return false;
+  if (!have_parameters(groups, known) || !are_as_seen() || !shows_only_sums()) return false;
   for (const SlotPointer& slot : slots_) {
     slot->parameter().mutable_grad().reset();
     sums_->set_state(*slot, GradState::kNotOurs);

@@ -65,7 +65,7 @@ class Slot {
   // Whether a hook after the parameter's node may be that of a reducer, which reads p.grad. False with
   // `data_parallel=`, where it is ours.
   bool may_be_reduced_outside = true;
-  // Whether modules have written parts of its sum, which Python must complete first.
+  // Whether modules have written parts of its sum, which Python completes at the end of the backward pass.
   bool is_begun = false;
   // Whether the parameter has the memory, dtype, shape and AccumulateGrad node, and requires a gradient, as
   // when `note_seen` was called last.

@@ -93,7 +93,9 @@ def assert_equal(net: nn.Module, wanted: nn.Module, most: float = 1e-12) -> None
 
 
 def attributes(module: nn.Module) -> list[str]:
-    return [name for p in module.parameters() for name in p.__dict__]
+    """Return the names of the parameters' attributes, but for those of graphs that ask for sinks."""
+    names = [name for p in module.parameters() for name in p.__dict__]
+    return [name for name in names if not name.startswith("_accumulating_")]
 
 
 # What modules add counts

@@ -170,3 +170,14 @@ def test_a_lazily_negated_gradient_of_the_user_counts(steps):
         weight.backward()
         optimizer.step()
     assert weight.item() == (1 if steps is None else 0)
+
+
+def test_a_graph_that_has_saved_p_grad_notices_the_next_addition():
+    weight, factor = nn.Parameter(torch.ones(300)), torch.ones(300, requires_grad=True)
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0))
+    for _ in range(3):
+        weight.sum().backward()
+    product = (factor * weight.grad).sum()
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

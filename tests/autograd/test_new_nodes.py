@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+import fusedacc
+
 STEPS = 3
 
 
@@ -329,3 +331,43 @@ def test_post_accumulate_hooks_with_backward_passes_of_several_threads():
         assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
         optimizer.zero_grad()
         twin.zero_grad()
+
+
+class Halving(torch.optim.SGD):
+    """Changes p.grad in place in each update."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def trained(make=torch.optim.SGD) -> tuple[nn.Sequential, fusedacc.AccumulatingOptimizer]:
+    """Return a model after three windows, whose last gradients are still in p.grad."""
+    model = net()
+    optimizer = wrap(model, 2, make)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(2, 10)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_gradient_that_the_update_has_changed_does_not_look_like_a_new_one():
+    model, optimizer = trained(Halving)
+    model.double()
+    optimizer.explain()  # looks at all parameters
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.randn(2, 10).double()).sum().backward()
+        optimizer.step()
+    assert optimizer.num_updates == 4
+
+
+def test_zero_grad_hooks_the_nodes_of_a_model_that_was_cast():
+    model, optimizer = trained()
+    model.double()
+    optimizer.zero_grad()
+    model(torch.randn(2, 10).double()).sum().backward()
+    assert all(param.grad is None for param in model.parameters())

@@ -1,7 +1,9 @@
 """While a kernel in `Sink.write` runs, other threads wait before they read or write sums."""
 
+import copy
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.kernels import native_module
+from fusedacc.nn.functional import linear, linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(not native_module.loaded(), reason="sinks need the native engine")
 
@@ -38,56 +41,79 @@ class Slow(torch.autograd.Function):
     def begin(x, weight):
         """Start a thread that runs a backward. Return it when it has entered the kernel."""
         Slow.entered.clear()
-        thread = threading.Thread(target=Slow.apply(x, weight).backward)
+        with torch.enable_grad():
+            loss = Slow.apply(x, weight)
+        thread = threading.Thread(target=loss.backward)
         thread.start()
         assert Slow.entered.wait(60)
         return thread
 
 
+class BeginSlow(torch.autograd.Function):
+    """The identity, whose backward begins that of `Slow` in another thread and waits for its kernel."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        BeginSlow.threads.append(Slow.begin(torch.full_like(ctx.weight, 10.0), ctx.weight))
+        return grad, None
+
+
 def test_other_threads_wait_until_a_kernel_has_been_launched():
     model = Model()
-    slow = nn.Parameter(torch.randn(3))
-    inner = torch.optim.SGD([*model.parameters(), slow], lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 100, reduction="sum")
+    slow, head = nn.Parameter(torch.randn(3)), nn.Linear(4, 5, bias=False)
+    inner = torch.optim.SGD([*model.parameters(), slow, head.weight], lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 100, reduction="sum", model=head)
+
+    def head_loss(weight):
+        return linear_cross_entropy(torch.ones(2, 4, dtype=weight.dtype), weight, torch.tensor([1, 3]))
+
     for seed in range(2):
         (loss_of(model, seed) + slow.sum()).backward()
         optimizer.step()
     x = torch.randn(3)
-    thread = Slow.begin(x, slow)
-    optimizer.step()
-    loss_of(model, 2).backward()
-    thread.join()
+    for each in (optimizer.step, head_loss(head.weight).backward, loss_of(model, 2).backward):
+        thread = Slow.begin(x, slow)
+        each()
+        thread.join()
     optimizer.flush()
-    twin = twin_of(model)
+    twin, twin_head = twin_of(model), copy.deepcopy(head).double()
     for seed in range(3):
         loss_of(twin, seed).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(slow.grad, 2 + x)
+    nn.functional.cross_entropy(
+        torch.ones(2, 4, dtype=torch.float64) @ twin_head.weight.t(), torch.tensor([1, 3])
+    ).backward()
+    for ours, wanted in ((model, twin), (head, twin_head)):
+        for p, q in zip(ours.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(slow.grad, 2 + 3 * x)
 
 
-WAYS = {
-    "gradient": lambda x, weight: nn.functional.linear(x, weight),
-    "product": lambda x, weight: fusedacc.nn.functional.linear(x, weight),
-    "add_product": Product.apply,
-}
+WAYS = {"gradient": nn.functional.linear, "product": linear, "add_product": Product.apply}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [None, 100])
 def test_no_gradient_is_lost_while_a_kernel_of_another_thread_adds(way, steps):
-    weight = nn.Parameter(torch.randn(4, 3))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0), steps, reduction="sum")
+    """The engine has begun the backward pass before that of the other thread."""
+    weight, factor = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(()))
+    inner = torch.optim.SGD([weight, factor], lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum")
     x = torch.randn(5, 3)
-    for _ in range(2):
-        WAYS[way](x, weight).sum().backward()
-        if steps:
-            optimizer.step()
-    for _ in range(2):
-        thread = Slow.begin(torch.full((4, 3), 10.0), weight)
-        WAYS[way](x, weight).sum().backward()
-        thread.join()
+    for number in range(5):
+        y = WAYS[way](x, weight)
+        if number >= 2:
+            y = BeginSlow.apply(y, weight)
+        (y * factor).sum().backward()
+        while BeginSlow.threads:
+            BeginSlow.threads.pop().join()
         if steps:
             optimizer.step()
     optimizer.flush() if steps else optimizer.step()
-    torch.testing.assert_close(weight.grad, (4 * x.sum(0) + 20).expand(4, 3))
+    torch.testing.assert_close(weight.grad, (5 * x.sum(0) + 30).expand(4, 3))
