@@ -44,8 +44,21 @@ class LossScaling:
     def _scaler_unscale(self, call: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         params = parameters_of(optimizer)
         changed = self._changed(params) or set()
+        self._note_early_clipping(scaler, params)
         call(scaler, optimizer)
         self._remember([param for param in params if id(param) not in changed])
+
+    @guarded
+    def _note_early_clipping(self, scaler: Any, params: list[Tensor]) -> None:
+        """Add a note if the norm was clipped while the gradients still had the loss scale."""
+        passes = self.watch.history.passes
+        is_clipped = any(self.watch.leaves.clip_factor(param) < 1 for param in params)
+        if is_clipped and passes and passes[-1].clipped and scaler.get_scale() != 1:
+            self.watch.history.add_note(
+                f"clip_grad_norm_ at {passes[-1].clipped} clips gradients that are still multiplied by the "
+                "loss scale: call scaler.unscale_(optimizer) before it. This is right only if you multiply "
+                "max_norm by the scale too"
+            )
 
     @guarded
     def _changed(self, params: list[Tensor]) -> set[int]:

@@ -108,9 +108,9 @@ class Report:
             text = "The audit is not complete."
         if self.findings.unmade:
             checks = " or ".join(sorted(self.findings.unmade, reverse=True))
-            updates = {0: "the updates of ignored problems", 1: "its updates"}.get(count, "their updates")
-            text += f" In {updates} the audit did not check {checks}:"
-            text += f" fix {'it' if count == 1 else 'them'}, then audit again."
+            problems = {0: "ignored problems", 1: "this problem"}.get(count, "these problems")
+            text += f" In the updates with {problems} the audit did not check {checks}."
+            text += f" Fix {'it' if count == 1 else 'them'}, then audit again."
         return f"{text} The audit took {self.audit_seconds:.1f} of {self.total_seconds:.1f} s."
 
     def _table(self) -> list[str]:

@@ -49,8 +49,8 @@ def test_the_report_of_a_fault_names_cause_factor_line_and_remedy():
         "plain_loops.py:7 clears the other 3 gradients\n"
         "    Where: zero_grad() at plain_loops.py:7, before step() at plain_loops.py:7\n"
         "    Fix: call zero_grad() once for each update, after step(), not between micro-batches.\n\n"
-        "1 problem found. In its updates the audit did not check whether micro-batches count the same or "
-        "what the weights add up to: fix it, then audit again."
+        "1 problem found. In the updates with this problem the audit did not check whether "
+        "micro-batches count the same or what the weights add up to. Fix it, then audit again."
     )
     row = "1-6             4              0 0 0 1/4       1/4               PROBLEM: lost\n"
     assert f"{TABLE}{row}" in report.text
@@ -183,8 +183,8 @@ def test_the_head_of_sums_says_what_is_right():
 def test_ignored_problems_that_hide_others_are_mentioned():
     report = audited(plain_loops.CASES["bad_zero_grad_each"], ignore=["lost"])
     assert (
-        "No problem found. In the updates of ignored problems the audit did not check whether micro-batches "
-        "count the same or what the weights add up to: fix them, then audit again."
+        "No problem found. In the updates with ignored problems the audit did not check whether "
+        "micro-batches count the same or what the weights add up to. Fix them, then audit again."
     ) in report.text
 
 
@@ -255,6 +255,38 @@ def test_what_clipping_shrank_alone_is_a_note():
     assert report.status == 0
     note = "0.weight, 0.bias: clip_grad_norm_ shrinks them by another factor than the rest"
     assert report.notes == [note]
+
+
+@pytest.mark.parametrize(
+    ("unscales", "scale", "limit"),
+    [(False, 1024.0, 0.1), (True, 1024.0, 0.1), (False, 1024.0, 1e9), (False, 1.0, 1e-3)],
+)
+def test_clipping_with_the_loss_scale_is_a_note(unscales, scale, limit):
+    """The note needs a loss scale, and gradients that clipping has shrunk before they are unscaled."""
+    model = mlp()
+    optimizer = adam(model)
+
+    def train():
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for i, (x, y) in enumerate(data()):
+            scaler.scale(F.cross_entropy(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                if unscales:
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    report = audited(train)
+    assert report.status == 0, report.text
+    notes = [re.sub(r"py:\d+", "py:7", note) for note in report.notes]
+    note = (
+        "clip_grad_norm_ at test_report.py:7 clips gradients that are still multiplied by the loss scale: "
+        "call scaler.unscale_(optimizer) before it. This is right only if you multiply max_norm by the "
+        "scale too"
+    )
+    assert notes == [note] * (not unscales and scale != 1 and limit < 1)
 
 
 def test_micro_batches_after_the_last_update_are_a_note():
