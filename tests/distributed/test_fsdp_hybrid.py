@@ -1,6 +1,7 @@
 """FSDP2 on two replicas of two shards: `accumulate(model, defer="all_reduce")` and the other values."""
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pipelines_setting import parts, run_schedule, scheduled
 from ranks import on_each_rank, on_ranks
 from ranks_setting import refused
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,6 +230,30 @@ def test_parameters_without_a_gradient_in_some_micro_batches() -> None:
                 torch.testing.assert_close(
                     whole(p), wanted, rtol=1e-6, atol=1e-7, msg=f"{name} {used} {flushes}"
                 )
+
+
+@pytest.mark.parametrize("defer", ["all_reduce", "none", "all"])
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no such option"
+)
+@on_each_rank(RANKS)
+def test_parameters_that_only_some_ranks_use(defer: str) -> None:
+    """Each rank uses another layer of the same shape in each micro-batch."""
+    model = Branches()
+    reference = copy.deepcopy(model).double()
+    for module in (model.apart, model):
+        fully_shard(module, mesh=hybrid(2, 2))
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = wrap(model, K)
+    for index in range(K):
+        with optimizer.accumulate(model, defer=defer):
+            loss_of(model, index, None, [(dist.get_rank() + index) % RANKS], True).backward()
+        for rank in range(RANKS):
+            used = [(rank + index) % RANKS]
+            (loss_of(reference, index, rank, used, True) / (K * RANKS)).backward()
+        if index < K - 1:
+            optimizer.step()
+    assert_gradients(model, [p.grad for p in reference.parameters()])
 
 
 @on_each_rank(RANKS)
