@@ -179,6 +179,10 @@ fusedacc/auditing/loss_scaling.py: tests/auditing/test_ranks.py -k right_ddp_sca
 -        return result
 +            pass
 +        return result
+fusedacc/auditing/loss_scaling.py: tests/auditing/test_report.py -k with_the_loss_scale
+# a clipping that shrinks nothing gets a note too
+-        is_clipped = any(self.watch.leaves.clip_factor(param) < 1 for param in params)
++        is_clipped = bool(params)
 fusedacc/auditing/updates.py: tests/auditing/test_ranks.py -k but_clipped
 # factors of clipping are multiplied from update to update
 -        self.watch.leaves.forget_clip_factors(open_update.params)

@@ -249,7 +249,7 @@ def _judge_stale(update: Update) -> None:
         times = "" if is_close(weight, 1) else ", {times} times"
         text = f"the gradient of the previous update counts again{times}"
         if others:
-            text += f", and so does that of {others}"
+            text += f". The gradient of {others}, counts too"
         text += ": nothing clears them" if others else ": nothing clears it"
         amounts = {"times": Amount.of(format_fraction, weight)}
         update.add_problem("stale", "again", text, factor=weight, amounts=amounts, call=where)
