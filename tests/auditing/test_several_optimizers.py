@@ -94,7 +94,8 @@ def test_a_critic_that_is_never_cleared(k):
     report = audited(lambda: Gan(k, clear="never").run())
     text = (
         "the gradient of the previous update counts again. The gradient of a loss of optimizer 2 "
-        f"(backward() at {AT}), which also reaches the parameters of optimizer 1, counts too: nothing clears them"
+        f"(backward() at {AT}), which also reaches the parameters of optimizer 1, counts too: "
+        "nothing clears them"
     )
     assert f"PROBLEM stale: updates 2-6 of optimizer 1: {text}" in lines_of(report)
     assert f"    Where: after backward() at {AT}, before backward() at {AT}" in lines_of(report)
