@@ -89,6 +89,7 @@ class FromSum(torch.autograd.Function):
         sink = fusedacc.sink(weight)
         sink.add(weight.main_grad)
         sink.add_product(weight.main_grad, weight.main_grad)
+        sink.add_rows(torch.arange(8).flip(0), weight.main_grad)
 
 
 @STEPS
@@ -100,5 +101,6 @@ def test_operands_may_be_main_grad(steps):
         optimizer.step()
     expected = 2 * weight.main_grad.double()
     expected += expected.t() @ expected
+    expected += expected.flip(0)
     FromSum.apply(weight).sum().backward()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-4)
