@@ -112,8 +112,8 @@ fusedacc/autograd: tests/autograd/test_new_nodes.py
 +if self._accumulators.grads.consumed:
 fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # they are lost after a cast in mid-window and in a manual loop
--if self._registry.reshaped or self._accumulators.grads.holds_uncounted:
-+if self._registry.reshaped:
+-if self._registry.reshaped or grads.holds_uncounted or grads.has_main_grads:
++if self._registry.reshaped or grads.has_main_grads:
 fusedacc/autograd: tests/accumulators/test_deferred_scale.py tests/autograd
 # gradients of enclosing tasks are added after those of inner ones
 -        self.engine.flush()  # sums may become private or be scaled here

@@ -115,16 +115,20 @@ class Capture:
         self.engine.flush()  # sums may become private or be scaled here
         return self._policy.begin_backward(outermost=not backwards)
 
-    def receive(self, slot: Slot, gradient: Tensor | None, reason: str, is_unshared: bool) -> bool:
+    def receive(
+        self, slot: Slot, gradient: Tensor | None, reason: str, is_unshared: bool, of_node: bool = True
+    ) -> bool:
         """Handle a gradient that the engine leaves to Python. Return False if autograd has to store it.
 
         gradient: None if the backward pass has none for this parameter. reason: why, as the engine's `Reason`
-        names it. is_unshared: whether only autograd's engine refers to the gradient.
+        names it. is_unshared: whether only autograd's engine refers to the gradient. of_node: whether the
+        parameter's AccumulateGrad node got it, and not a function's backward. What modules add to `main_grad`
+        is counted when the node runs.
         """
         backward = self._enter(slot)
         if backward is None:
             return False
-        if slot.main_grad is not None and take_flag(slot, gradient):
+        if of_node and slot.main_grad is not None and take_flag(slot, gradient):
             if reason == HOOK_AFTER_NODE and not backward.ignored:
                 self._check_reduced(backward, slot)
             self._note_addition(backward, slot, is_returned=gradient is not None and is_sum(slot, gradient))

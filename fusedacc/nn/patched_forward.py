@@ -146,12 +146,13 @@ class WeightSum:
         may_wait: bool = False,
         any_layout: bool = False,
     ) -> bool:
-        """Call `Capture.take_in_place` for the parameter, unless an operand shares memory with p.grad.
+        """Call `Capture.take_in_place` for the parameter, unless an operand shares memory with p.grad or
+        `main_grad`.
 
         operands: the tensors that `write` reads. They must not share memory with the accumulator.
         """
         capture = self._capture()
-        shown = self.slot.param.grad
+        shown = self.slot.param.grad if self.slot.main_grad is None else self.slot.main_grad
         if shown is not None:
             shown = local(shown)
         if capture is None or (shown is not None and _share_memory(shown, operands)):
@@ -186,7 +187,7 @@ class WeightSum:
         gradient = gradient.to(param.device, param.dtype)
         if capture is not None:
             reason = capture.engine.reason_for(self.slot)
-            if capture.receive(self.slot, gradient, reason, is_unshared=True):
+            if capture.receive(self.slot, gradient, reason, is_unshared=True, of_node=False):
                 return
         if param.grad is None:
             param.grad = gradient

@@ -62,8 +62,10 @@ class Loop:
             self._accumulators.grads.bring_back()  # p.grad is read
         self._parameters.choose_again(self._capture)
         fresh = self._parameters.sync_param_groups(self._capture, self._masters)
-        # If no hook has run since a cast, autograd may have added to gradients that do not count.
-        if self._registry.reshaped or self._accumulators.grads.holds_uncounted:
+        # If no hook has run since a cast, autograd may have added to gradients that do not count, and modules
+        # to a main_grad of the former dtype.
+        grads = self._accumulators.grads
+        if self._registry.reshaped or grads.holds_uncounted or grads.has_main_grads:
             self._registry.refresh()
         return fresh
 
@@ -314,6 +316,8 @@ class CountedLoop(Loop):
             )
         if window.micro_step > 0 and not window.full:
             self._accumulators.grads.clear_ignored()
+            if self._accumulators.grads.has_main_grads:
+                self._registry.refresh()  # a parameter that was cast gets another main_grad
         else:
             super().zero_grad(set_to_none)
 

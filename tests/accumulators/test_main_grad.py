@@ -488,6 +488,28 @@ def test_a_cast_model_gets_new_sums(engine):
     torch.testing.assert_close(net.first.weight.grad, wanted.first.weight.grad)
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_layers_add_to_the_new_sum_after_a_cast_between_micro_batches(engine, clears):
+    layer = AddingLinear(1, 1, bias=False, protocol="apex")
+    inner = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 3, main_grad=True)
+    start = layer.weight.item()
+    add(layer, 2.0)
+    optimizer.step()
+    layer.double()
+    if clears:
+        optimizer.zero_grad()
+        assert layer.weight.main_grad.item() == 2.0
+    else:
+        optimizer.step()
+    assert layer.weight.main_grad.dtype == torch.float64
+    for _ in range(2):
+        add(layer, 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(start - layer.weight.item(), 4.0)
+
+
 def test_close_copies_and_pickles_leave_no_attribute_behind(engine):
     net = Net("megatron")
     net.first.weight.grad_added_to_main_grad = False
