@@ -2,8 +2,9 @@
 
 Note [main_grad]
 Megatron-Core, TransformerEngine, Apex and others add a weight's gradient to `weight.main_grad` inside their
-backward. Then they return no gradient, or a dummy gradient and set `weight.grad_added_to_main_grad`. Nobody
-is told before they add, not even that a backward pass has begun. So these rules hold for such a sum:
+backward. Then they return no gradient, or a dummy gradient and set `weight.grad_added_to_main_grad`. They
+call no code of fusedacc before they add, and may be the first that run in a backward pass. So these rules
+hold for such a sum:
 
 - It is the same memory as long as the wrapper lives, and holds zeros when a window begins.
 - Its scale is 1 while modules may add. So gradients are added as they are, and the sums are divided when
@@ -99,8 +100,8 @@ class MainGrads:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """Context: `main_grad` is other memory, and what modules add there is dropped. The parameters share
-        it, because nobody reads it.
+        """Context: `main_grad` is other memory, and what modules add there is dropped. All parameters
+        share it, because no code reads it.
         """
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
         shown = [slot for slot in self._slots if slot.main_grad is not None and is_shown(slot)]

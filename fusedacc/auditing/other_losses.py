@@ -43,7 +43,7 @@ def find_other_losses(update: Update, optimizer: int) -> list[BackwardPass]:
 def are_left_over(update: Update, others: list[BackwardPass], first_places: Iterable[int]) -> bool:
     """Return whether losses of another optimizer are left over, and not meant for this update.
 
-    They come before all losses of its own, and the optimizer's first update had none of them.
+    They come before all losses of this optimizer, and its first update had none of them.
 
     Args:
         update: the update.

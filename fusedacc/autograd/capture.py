@@ -158,7 +158,7 @@ class Capture:
 
     def _check_reduced(self, backward: Any, slot: Slot) -> None:
         """Raise RuntimeError if a reducer that the wrapper does not know would miss what a module has added.
-        Without the native engine nobody knows whether there is one.
+        Without the native engine there is no way to find one.
         """
         if torch_state.process_group_up() and not self._policy.window.autograd_stores:
             backward.added = True

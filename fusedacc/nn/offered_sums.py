@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ..accumulators import Slot
-from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..autograd.registration import accumulate_grad_node
 from ..kernels import native_module, registry
@@ -48,20 +47,10 @@ class OfferedSum(WeightSum):
             self.slot.left_to = self.slot.left_to or WHOLE_GRADIENTS
         return False
 
-    def accumulate_in_place(
-        self,
-        node: Any,
-        write: Write,
-        operands: tuple[Tensor, ...],
-        by_rows: bool = False,
-        part: int | None = None,
-        may_wait: bool = False,
-        any_layout: bool = False,
-    ) -> bool:
+    def accumulate_in_place(self, *arguments: Any, **options: Any) -> bool:
+        """Do the same as `WeightSum.accumulate_in_place`, if functions may add to the sum."""
         # A compiled graph does not ask before.
-        return self.announce() and super().accumulate_in_place(
-            node, write, operands, by_rows, part, may_wait, any_layout
-        )
+        return self.announce() and super().accumulate_in_place(*arguments, **options)
 
 
 class LinearSum(OfferedSum, ProductSum):

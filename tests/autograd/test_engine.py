@@ -299,7 +299,7 @@ def test_a_closed_wrapper_is_freed_with_a_parameter_that_refers_to_it(refer, wit
     assert [reference() for reference in gone] == [None, None]
 
 
-def meanwhile(x, function):
+def calling_in_backward(x, function):
     """Return a copy of `x`, whose backward calls a function."""
 
     def backward(gradient):
@@ -331,7 +331,7 @@ def test_an_addition_that_fails_taints_the_window_of_all_backward_passes(monkeyp
             first.sum().backward()
 
     # The other thread's backward pass launches the gradient of `second`, which waits, and has none yet.
-    branch = meanwhile(first * 2.0, lambda: run_in_thread(run_another_pass))
+    branch = calling_in_backward(first * 2.0, lambda: run_in_thread(run_another_pass))
     (branch.sum() + (second * 2.0).sum()).backward()
     with pytest.raises(RuntimeError, match=r"call discard\(\)"):
         optimizer.step()
@@ -357,7 +357,7 @@ def test_an_unfinished_backward_pass_of_another_thread_keeps_its_gradient():
         run_in_thread(run)
         seen.append(second.grad is not None)
 
-    branch = meanwhile(first * 1.0, run_another_pass)
+    branch = calling_in_backward(first * 1.0, run_another_pass)
     loss = branch.sum().double() + (second * 2.0).sum()
     loss.backward()
     assert seen == [True]
@@ -373,7 +373,7 @@ def test_a_backward_pass_that_was_discarded_does_not_count(monkeypatch, native):
         monkeypatch.setenv("FUSEDACC_ENGINE", "0")
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([second], lr=1.0), 2)
-    branch = meanwhile(first * 2.0, optimizer.discard)
+    branch = calling_in_backward(first * 2.0, optimizer.discard)
     (branch.sum() + (second * 2.0).sum()).backward()  # the gradient of `second` comes first
     assert not optimizer.has_partial_window
     assert second.grad is None
