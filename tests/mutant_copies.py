@@ -1,6 +1,7 @@
 """Copies of the project with one mutant each, for `tests/mutants.py` and `tests/emulation/mutants.py`."""
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -90,10 +91,31 @@ def _unchanged(changed: str) -> Path:
     return cached("mutants", made_from, lambda folder: _compile(sources, folder))
 
 
+def _precompiled() -> Path:
+    """Return a header with all headers of other projects that the module includes. The compiler has read it.
+
+    It halves the time of a mutant.
+    """
+    texts = [source.read_text() for source in (*(ROOT / MODULE).iterdir(), *(ROOT / "csrc/common").iterdir())]
+    included = sorted({line for text in texts for line in re.findall(r"^#include <(?!cuda).*>$", text, re.M)})
+
+    def make(folder: Path) -> None:
+        header = folder / "others.h"
+        header.write_text("\n".join(included) + "\n")
+        _run_compiler("-x", "c++-header", str(header), "-o", f"{header}.gch")
+
+    made_from = [*FLAGS, torch.__version__, version_of(COMPILER), *included]
+    return cached("headers", made_from, make) / "others.h"
+
+
 def _compile(sources: Iterable[Path], folder: Path) -> Path:
     """Compile these sources together into an object in `folder`, without optimization."""
     together, result = folder / "module.cpp", folder / "module.o"
     together.write_text("".join(f'#include "{source}"\n' for source in sources))
-    headers = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-    subprocess.run([COMPILER, "-c", *FLAGS, *headers, str(together), "-o", str(result)], check=True)
+    _run_compiler("-include", str(_precompiled()), "-c", str(together), "-o", str(result))
     return result
+
+
+def _run_compiler(*arguments: str) -> None:
+    folders = [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+    subprocess.run([COMPILER, *FLAGS, *folders, *arguments], check=True)
