@@ -19,18 +19,19 @@ from ranks import on_ranks
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def output_of(script: str, ranks: int | None = None) -> str:
+def output_of(script: str, *arguments: str, ranks: int | None = None) -> str:
     """Run a script in a new process in an empty folder, and return its output.
 
     Args:
         script: the script's name.
+        arguments: the script's.
         ranks: the number of ranks for torchrun. None: run it without torchrun.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
-            [sys.executable, *(torchrun if ranks else []), str(EXAMPLES / script)],
+            [sys.executable, *(torchrun if ranks else []), str(EXAMPLES / script), *arguments],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.main_grad import leave
 from ..accumulators.param import nothing
 from ..kernels import torch_state
+from ..kernels.closing import ClosesItself
 from ..kernels.registry import NATIVE
 from ..kernels.torch_private import current_raw_stream
 from ..kernels.torch_state import process_group_up, raw_stream, weakly
@@ -31,7 +31,7 @@ def accumulate_grad_node(param: Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(param).node
 
 
-class HookRegistry:
+class HookRegistry(ClosesItself):
     """Hooks on the parameters of `slots`, a list that its owner shares and changes; it calls `refresh` after
     appending.
 
@@ -81,10 +81,6 @@ class HookRegistry:
     def on_delivery(self, on_delivery: Callable[[Slot], None] | None) -> None:
         self._on_delivery = on_delivery
         self._engine.set_condition("deliveries are counted", on_delivery is not None)
-
-    def __del__(self) -> None:
-        if not (self.closed or sys.is_finalizing()):  # at exit the parameters may be half gone already
-            self.close()
 
     def check_graph(self) -> None:
         """Raise RuntimeError if a CUDA graph would capture nodes of another stream."""
@@ -309,6 +305,8 @@ class HookRegistry:
 
     def close(self) -> None:
         """Remove all hooks for good."""
+        if self.closed:
+            return
         self.closed = True
         self._engine.set_condition("the wrapper is closed", True)
         self.release(self.slots)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.closing import ClosesItself
 from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_private import disable_dynamo
@@ -61,7 +61,7 @@ def parallel_in(module: Any) -> DistributedDataParallel | None:
     return parallels[0] if len(parallels) == 1 else None
 
 
-class UnarmedDDP:
+class UnarmedDDP(ClosesItself):
     """A DistributedDataParallel without its reducer, until each of its `users` is freed or leaves."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
@@ -155,6 +155,9 @@ class UnarmedDDP:
             self.close()
 
     def close(self) -> None:
+        """Give the module its reducer again, so that its gradients are reduced."""
+        if not self._former:
+            return
         _links.pop(id(self.parallel), None)
         if not _links and _hooks:
             _hooks.pop().remove()
@@ -163,13 +166,8 @@ class UnarmedDDP:
         for name in (*_UNARMED, "no_sync", "join"):
             self.parallel.__dict__.pop(name, None)
         self.parallel.__dict__.update(self._former)
-        if self._former:
-            _bring_back(self.parallel)
+        _bring_back(self.parallel)
         self._former = {}
-
-    def __del__(self) -> None:
-        if self._former and not sys.is_finalizing():  # else gradients would never be reduced
-            self.close()
 
 
 #: By the module's id.

@@ -12,7 +12,6 @@ forward calls it, and so does `torch.distributed._composable.replicate`, which n
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
+from ..kernels.closing import ClosesItself
 from ..kernels.torch_private import disable_dynamo
 from .data_parallel import IdleReducer
 
@@ -46,7 +46,7 @@ _checks: weakref.WeakSet[SynchronisationCheck] = weakref.WeakSet()
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
 
-class SynchronisationCheck:
+class SynchronisationCheck(ClosesItself):
     """The check for one wrapper with a counted loop."""
 
     def __init__(self) -> None:
@@ -60,10 +60,6 @@ class SynchronisationCheck:
             # DDP has no public hook that runs in each forward and sees `no_sync()`.
             DistributedDataParallel._pre_forward = ours  # type: ignore[method-assign]  # `close` restores it
             _replaced.append((former, ours))
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.close()
 
     def close(self) -> None:
         """End the check. After the last one, restore torch's class."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +12,7 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.registration import accumulate_grad_node
 from ..kernels import native_module, registry
+from ..kernels.closing import ClosesItself
 from ..kernels.dtypes import PAIRS
 from ..kernels.torch_private import assume_constant_result, runs_as_written
 from . import compiled
@@ -114,7 +114,7 @@ _all: weakref.WeakSet[Sinks] = weakref.WeakSet()
 _owners: weakref.WeakValueDictionary[int, Sinks] = weakref.WeakValueDictionary()
 
 
-class Sinks:
+class Sinks(ClosesItself):
     """Lets `sink` and `linear` find the sums of a wrapper's parameters."""
 
     def __init__(self, capture: Capture) -> None:
@@ -123,10 +123,6 @@ class Sinks:
         #: The sums that were asked for, by the parameter's id and the attribute.
         self._sums: dict[tuple[int, str], OfferedSum] = {}
         _all.add(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.remove()
 
     def follow(self, slots: Iterable[Slot]) -> None:
         """Offer the sums of these slots, unless there is no native engine."""
@@ -176,7 +172,7 @@ class Sinks:
                 slot.param.__dict__.pop(attribute, None)
                 self._sums.pop((key, attribute), None)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Offer no sums any more."""
         self.drop(list(self._slots.values()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from torch.nn.utils import parametrize
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import native_module
+from ..kernels.closing import ClosesItself
 from .convolution import CONVOLUTIONS
 from .convolution import kind_of as kind_of_convolution
 from .cross_entropy import PatchedHeadLoss, loss_weight
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     full_name: str
 
 
-class Replacements:
+class Replacements(ClosesItself):
     """Replaces the forwards of the modules of `model` whose weights are among the wrapper's slots.
 
     casts: keeps the casts of weights over a window, also those of convolutions;
@@ -73,10 +73,6 @@ class Replacements:
                 "linear_cross_entropy(); see explain()",
                 stacklevel=3,
             )
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.remove()
 
     def follow(self, slots: Sequence[Slot]) -> None:
         """Replace all supported modules of these slots' parameters, and name the parameters."""
@@ -175,7 +171,7 @@ class Replacements:
                 places.append(Place(module, name, full_name))
         return places
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Restore the forwards of all modules."""
         self.drop([*self._stacked, *self._heads, *(patched.slot for patched in self._patched.values())])
 

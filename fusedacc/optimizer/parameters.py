@@ -111,9 +111,9 @@ class ParameterSet:
     def restore_modules(self) -> None:
         """Restore every module's own forward, and offer no sinks any more."""
         if self._replacements is not None:
-            self._replacements.remove()
+            self._replacements.close()
         if self._sinks is not None:
-            self._sinks.remove()
+            self._sinks.close()
         self.forget_casts()
 
     def _list_parameters(self) -> list[list[Tensor]]:

@@ -8,7 +8,6 @@ arrives, divided by the number of the schedule's micro-batches.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from ..accumulators.param import nothing
 from ..autograd.capture import Capture
 from ..distributed import pipelines
 from ..distributed.pipelines import AttachedSchedule
+from ..kernels.closing import ClosesItself
 from .accumulation import Accumulation
 from .update import Update
 
@@ -32,7 +32,7 @@ def refuse_all_reduce_alone(schedule: Any) -> NoReturn:
     )
 
 
-class PipelineSteps:
+class PipelineSteps(ClosesItself):
     """Notifies `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture, update: Update) -> None:
@@ -44,10 +44,6 @@ class PipelineSteps:
         #: Why a schedule leaves the modules of `model` to PyTorch, for `explain()`.
         self.why_left = ""
         pipelines.listen(self)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.close()
 
     def close(self) -> None:
         pipelines.leave(self)

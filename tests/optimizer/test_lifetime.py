@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import weakref
 from unittest import mock
 
@@ -10,6 +12,23 @@ import torch
 from loops import LOW, assert_gradients, expected, failing, gradients, identical, loss_of, network, wrap
 from loops import cleared_micro_batch as micro_batch
 from torch import nn
+
+
+#: Keeps a wrapper until after Python has emptied the package's modules, as libraries that list modules do.
+KEPT_UNTIL_EXIT = """
+import os, sys
+import torch
+import fusedacc
+
+model = torch.nn.Linear(2, 2)
+optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), 2, model=model)
+os.kept = optimizer, sys.modules.copy()
+"""
+
+
+def test_a_wrapper_that_lives_until_python_exits_prints_nothing():
+    done = subprocess.run([sys.executable, "-c", KEPT_UNTIL_EXIT], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])

@@ -27,7 +27,7 @@ pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
 def test_examples_with_ranks_learn_digits(script, ranks, updates, epochs):
     """Only `make test-full` runs all epochs, in processes that torchrun starts."""
     fewer = {f"epoch in range({epochs})": "epoch in range(3)"}
-    printed = output_of(script, ranks) if sweeps.FULL else output_on_ranks(script, ranks, fewer)
+    printed = output_of(script, ranks=ranks) if sweeps.FULL else output_on_ranks(script, ranks, fewer)
     assert printed.count("\n") == 1
     found, accuracy = updates_and_accuracy(printed)
     assert found == (epochs if sweeps.FULL else 3) * updates
