@@ -300,7 +300,7 @@ std::optional<Engine::Target> Engine::target_for(Slot& slot) {
 bool Engine::add_product(const SlotPointer& slot, const at::Tensor& left, const at::Tensor& right,
                          ProductMethod method) {
   const Lock lock(mutex_);
-  if (left.size(0) == 0 || left.dim() != 2) return false;
+  if (left.dim() != 2) return false;
   if (left.device() != *slot->device || right.device() != *slot->device) return false;
   if (!are_pair(left.scalar_type(), slot->accumulate_dtype)) return false;
   const std::optional<Target> target = target_for(*slot);

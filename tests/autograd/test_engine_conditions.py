@@ -181,3 +181,35 @@ def test_a_step_without_a_backward_does_not_count():
     micro_batches(model, optimizer, 2)
     optimizer.step(), optimizer.zero_grad()
     assert optimizer.micro_step == 2
+
+
+@pytest.mark.parametrize("window", range(3))
+def test_zero_grad_refuses_to_clear_what_no_step_has_ended(window):
+    model, optimizer = training(2)
+    micro_batches(model, optimizer, 2 * window + 1)
+    loss_of(model).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="after a backward that no step"):
+        optimizer.zero_grad()
+    assert all(map(torch.equal, (param.grad for param in model.parameters()), before))
+
+
+def test_a_failed_backward_that_two_threads_drop_taints_only_its_own_window(monkeypatch):
+    """Between the moment when a thread finds the backward and when it drops it, another thread drops it and
+    the window.
+    """
+    model, optimizer = training(2)
+    with failing(model.weight):
+        loss_of(model).backward()
+    drop = optimizer._capture._drop
+
+    def drop_later(backward, *, failed):
+        drop(backward, failed=failed)
+        monkeypatch.undo()
+        optimizer.discard()
+        drop(backward, failed=failed)
+
+    monkeypatch.setattr(optimizer._capture, "_drop", drop_later)
+    optimizer.zero_grad()
+    micro_batches(model, optimizer, 2)
+    assert optimizer.num_updates == 1

@@ -67,22 +67,57 @@ def test_clipping_over_devices_equals_the_usual_loop(devices, skip, fused):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_on_a_gpu_scale_sums_on_a_cpu():
+@pytest.mark.parametrize("on_gpu", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+@pytest.mark.parametrize("uses_model", [False, True], ids=["stored", "written"])
+def test_weights_on_a_gpu_scale_sums(first, reduction, uses_model, on_gpu):
     weights = [3.0, 1.0]
-    models = Split("cpu", "cuda"), Split("cpu", "cuda")
+    models = Split(first, "cuda"), Split(first, "cuda")
+    inners = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(models[0].parameters(), lr=0.1), STEPS, reduction="weighted"
+        inners[0], STEPS, reduction=reduction, model=models[0] if uses_model else None
     )
-    inner = torch.optim.SGD(models[1].parameters(), lr=0.1)
     for micro_batch in range(STEPS * UPDATES):
-        weight = weights[micro_batch % STEPS]
-        with optimizer.accumulate(weight=torch.tensor(weight, device="cuda")):
+        index = micro_batch % STEPS
+        weight = torch.tensor(weights[index], device="cuda") if on_gpu[index] else weights[index]
+        share = weights[index] / sum(weights) if reduction == "weighted" else 1 / sum(weights)
+        with optimizer.accumulate(weight=weight):
             models[0](batch(micro_batch)).square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
-        (models[1](batch(micro_batch)).square().mean() * (weight / sum(weights))).backward()
-        if micro_batch % STEPS == STEPS - 1:
-            inner.step(), inner.zero_grad()
+        (models[1](batch(micro_batch)).square().mean() * share).backward()
+        if index == STEPS - 1:
+            inners[1].step(), inners[1].zero_grad()
     torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["a hook", "a new sum"])
+def test_weights_on_a_gpu_scale_what_a_module_adds_later(case):
+    """The first weight is on the GPU.
+
+    A hook: it keeps the first gradient from the module, so that it becomes the sum, with the weight as its
+    deferred scale. A new sum: that of the second layer begins in the last micro-batch.
+    """
+    weights = [torch.tensor(3.0, device="cuda"), 2.0, 1.0]
+    models = Split("cuda", "cuda"), Split("cuda", "cuda")
+    inner = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 3, reduction="weighted", model=models[0])
+    handles = [param.register_hook(lambda gradient: gradient * 1) for param in models[0].parameters()]
+    for index, weight in enumerate(weights):
+        if index == 1 or case != "a hook":
+            for handle in handles:
+                handle.remove()
+        uses_second = case != "a new sum" or index == 2
+        losses = [
+            (model if uses_second else model.first)(batch(index).cuda()).square().mean() for model in models
+        ]
+        with optimizer.accumulate(weight=weight):
+            losses[0].backward()
+        (losses[1] * (float(weight) / 6)).backward()
+        if index < 2:
+            optimizer.step(), optimizer.zero_grad()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_that_is_moved_after_it_was_wrapped():

@@ -21,6 +21,7 @@ NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
 PROGRAMS = "tests/emulation/tests/test_programs.py"
 NATIVE = "tests/cuda/test_native_cuda.py"
+DEVICES = "tests/cuda/test_devices_cuda.py -k weights"
 QUEUE = "csrc/autograd/launch_queue.cpp"
 ENGINE = "csrc/autograd/engine.cpp"
 CAPTURE = "fusedacc/autograd/capture.py"
@@ -303,6 +304,27 @@ MUTANTS = (
         "scale = torch.tensor(0.75, device",
         "scale = torch.tensor(0.7500001, device",
         "tests/cuda/test_sanitized.py -k plan",
+    ),
+    Mutant(
+        "modules take a weight on the GPU for 1",
+        ENGINE,
+        "!backward->drops && backward->scale.on_host() &&",
+        "!backward->drops &&",
+        DEVICES,
+    ),
+    Mutant(
+        "modules take a window's scale on the GPU for 1",
+        ENGINE,
+        "window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);",
+        "!must_add_in_python(slot, backward->scale);",
+        DEVICES,
+    ),
+    Mutant(
+        "modules take a deferred scale on the GPU for 1",
+        ENGINE,
+        " || !slot.beta.on_host()) return std::nullopt;",
+        ") return std::nullopt;",
+        DEVICES,
     ),
     Mutant(
         "a self-test runs while a graph is captured",

@@ -1,4 +1,4 @@
-"""The scripts of examples/other_libraries whose libraries are in this environment compare with the library alone."""
+"""Scripts of examples/other_libraries, which compare a training with that of the library alone."""
 
 import pytest
 import sweeps

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from loops import with_backward
+from loops import Failure, fail, with_backward
 from test_autograd import assert_same_gradients, wrap
 from torch import nn
 
@@ -32,6 +32,23 @@ def test_without_a_gradient_grad_is_none(first, x):
         (with_backward(out, lambda gradient: None).sum() + net[1](torch.ones(2, 4)).sum()).backward()
     assert pair[1][0].weight.grad is None
     assert_same_gradients(*pair)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [(nn.Linear(5, 4, bias=False), torch.ones(2, 5)), (nn.Embedding(5, 4), torch.tensor([1, 2]))],
+)
+def test_a_backward_that_fails_after_a_module_has_written_taints_the_window(layer, x):
+    net = nn.Sequential(layer)
+    optimizer = wrap(net, steps=3)
+    for _ in range(4):
+        net(x).sum().backward()
+        optimizer.step(), optimizer.zero_grad()
+    before = with_backward(torch.ones((), requires_grad=True), fail)  # its backward runs after the layer's
+    with pytest.raises(Failure):
+        (before + net(x).sum()).backward()
+    with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (1, 1), (1, 3), (3, 1)])

@@ -13,7 +13,6 @@ from loops import LOW, assert_gradients, expected, failing, gradients, identical
 from loops import cleared_micro_batch as micro_batch
 from torch import nn
 
-
 #: Keeps a wrapper until after Python has emptied the package's modules, as libraries that list modules do.
 KEPT_UNTIL_EXIT = """
 import os, sys
@@ -27,7 +26,9 @@ os.kept = optimizer, sys.modules.copy()
 
 
 def test_a_wrapper_that_lives_until_python_exits_prints_nothing():
-    done = subprocess.run([sys.executable, "-c", KEPT_UNTIL_EXIT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT_UNTIL_EXIT], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
