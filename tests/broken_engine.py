@@ -301,6 +301,9 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py tests/accumulators/
 # modules hide the gradient from a weight's hooks
 -has_hooks_that_act(parameter) ? Reason::kWeightHook : Reason::kInModule
 +Reason::kInModule
+# modules write where Python must add
+-window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
++window_->sum_scale.on_host();
 csrc/autograd: tests/nn/test_sink_threads.py
 # the engine waits for its lock with the GIL
 -    const py::gil_scoped_release released;  // a thread
@@ -339,10 +342,6 @@ csrc/autograd: tests/autograd/test_new_nodes.py
 # zero_grad() keeps the hooks of parameters that have changed
 -!are_as_seen() || !shows_only_sums()
 +!shows_only_sums()
-csrc/autograd: tests/traffic
-# modules write where Python must add
--window_->sum_scale.on_host() && !must_add_in_python(slot, backward->scale);
-+window_->sum_scale.on_host();
 csrc/autograd: tests/optimizer/test_lifetime.py
 # a hook that is no longer in force takes gradients
 -return found && found->node == node_ ? found

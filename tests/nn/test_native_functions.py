@@ -91,6 +91,19 @@ def test_a_gradient_penalty_runs_no_more_products_than_plain_pytorch(lookup):
     assert_same_gradients(model, twin)
 
 
+@pytest.mark.parametrize(
+    ("layer", "x"), [(nn.Linear(4, 4), torch.ones(3, 4)), (nn.Embedding(4, 4), torch.tensor([1, 1, 3]))]
+)
+def test_with_the_eager_backend_only_operators_of_torch_run(layer, x):
+    model, optimizer, _twin = nets(layer, backend="eager", steps=3)
+    for _ in range(5):
+        loss = model(x).square().sum()
+        with Operators() as operators:
+            loss.backward()
+        assert not [name for name in operators.names if name.startswith("fusedacc")]
+        optimizer.step(), optimizer.zero_grad()
+
+
 def test_an_output_is_allocated_once():
     model, _optimizer, _twin = nets(nn.Linear(64, 256))
     x = torch.randn(4, 8, 64)

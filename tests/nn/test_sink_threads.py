@@ -117,3 +117,24 @@ def test_no_gradient_is_lost_while_a_kernel_of_another_thread_adds(way, steps):
             optimizer.step()
     optimizer.flush() if steps else optimizer.step()
     torch.testing.assert_close(weight.grad, (5 * x.sum(0) + 30).expand(4, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_addition_is_lost_if_two_threads_add_at_once(way):
+    weight, x = nn.Parameter(torch.ones(512, 512)), torch.ones(32, 512)
+    _optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0))
+    WAYS[way](x, weight).sum().backward()
+    together = threading.Barrier(2)
+
+    def add() -> None:
+        for _ in range(100):
+            loss = WAYS[way](x, weight).sum()
+            together.wait(60)
+            loss.backward()
+
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(weight.grad, torch.full_like(weight, 32 * 201))

@@ -151,6 +151,28 @@ def test_exact_values_inf_and_nan_are_not_changed(steps):
     ).all()
 
 
+LAYERS = {
+    "Linear": (lambda: nn.Linear(64, 64), lambda number: torch.full((8, 64), 1 / (number + 3))),
+    "Embedding": (lambda: nn.Embedding(64, 64), lambda number: torch.tensor([number, 5, 5])),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_modules_leave_gradients_to_stochastic_rounding(layer):
+    make, input_of = LAYERS[layer]
+    found = []
+    for with_model in (False, True):
+        torch.manual_seed(0)
+        model = make().to(LOW)
+        optimizer = wrap(model, 3, seed=1, lr=1.0, model=model if with_model else None, **STOCHASTIC)
+        for number in range(12):
+            x = input_of(number)
+            model(x.to(LOW) if x.is_floating_point() else x).square().sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+        found.append(list(model.parameters()))
+    assert identical(*found)
+
+
 def test_sparse_sums_are_rounded_to_nearest():
     found = []
     for seed in (0, 1):
