@@ -43,8 +43,8 @@ class FallbackEngine:
         self._callbacks: dict[Any, weakref.ref] = {}
         self._nodes: dict[Any, Any] = {}
         self._handles: dict[Any, list[Any]] = {}
-        #: The slots whose gradient is added as soon as their node has run in the given graph task.
-        self._collects: dict[Any, int] = {}
+        #: The slots whose gradient is added as soon as their node has run.
+        self._collects: set[Any] = set()
         self._slots: Sequence[Any] = ()
         #: The thread that has ended the last backward pass, and whether there were others.
         self._last_thread: int | None = None
@@ -66,8 +66,8 @@ class FallbackEngine:
         @runs_as_written
         def after(*gradients: Any) -> None:
             owner = engine()
-            if owner is not None and owner._collects.get(slot) == current_graph_task():
-                del owner._collects[slot]
+            if owner is not None and slot in owner._collects:
+                owner._collects.remove(slot)
                 with owner.lock:
                     owner._stored(slot)
 
@@ -80,7 +80,7 @@ class FallbackEngine:
             handle.remove()
 
     def collect_after_node(self, slot: Any) -> None:
-        self._collects[slot] = current_graph_task()
+        self._collects.add(slot)
 
     def current_backward(self) -> Any:
         return self._backwards.get(current_graph_task())

@@ -194,10 +194,12 @@ def test_zero_grad_refuses_to_clear_what_no_step_has_ended(window):
     assert all(map(torch.equal, (param.grad for param in model.parameters()), before))
 
 
-def test_a_failed_backward_that_two_threads_drop_taints_only_its_own_window(monkeypatch):
+@pytest.mark.parametrize("choice", ["", "0"], ids=["engine", "python"])
+def test_a_failed_backward_that_two_threads_drop_taints_only_its_own_window(choice, monkeypatch):
     """Between the moment when a thread finds the backward and when it drops it, another thread drops it and
     the window.
     """
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
     model, optimizer = training(2)
     with failing(model.weight):
         loss_of(model).backward()
@@ -209,7 +211,36 @@ def test_a_failed_backward_that_two_threads_drop_taints_only_its_own_window(monk
         optimizer.discard()
         drop(backward, failed=failed)
 
-    monkeypatch.setattr(optimizer._capture, "_drop", drop_later)
+    monkeypatch.setattr(optimizer._capture, "_drop", drop_later)  # until `monkeypatch.undo`
     optimizer.zero_grad()
     micro_batches(model, optimizer, 2)
     assert optimizer.num_updates == 1
+
+
+@pytest.mark.parametrize("choice", ["", "0"], ids=["engine", "python"])
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_backward_that_fails_taints_its_window_until_discard(steps, choice, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+    model, optimizer = training(steps)
+    for _ in range(2):
+        micro_batches(model, optimizer, 1)
+        with failing(model.weight):
+            loss_of(model).backward()
+        with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
+            optimizer.step()
+        optimizer.discard()
+    done = optimizer.num_updates
+    micro_batches(model, optimizer, 3)
+    assert optimizer.num_updates == done + (1 if steps else 3)
+
+
+@pytest.mark.parametrize("choice", ["", "0"], ids=["engine", "python"])
+def test_parameters_frozen_before_the_backward_get_no_gradient(choice, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+    model, optimizer = training(3)
+    micro_batches(model, optimizer, 4)
+    loss = loss_of(model)
+    model.requires_grad_(False)
+    loss.backward()
+    optimizer.zero_grad()  # raises after a backward that counts
+    assert optimizer.micro_step == 1

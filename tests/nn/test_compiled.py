@@ -151,7 +151,10 @@ def test_compiled_and_other_micro_batches_of_experts_add_up():
     assert_same_gradients(model, twin)
 
 
-def test_dynamo_does_not_compile_our_backward_in_a_compiled_loop():
+@pytest.mark.filterwarnings("ignore:model= was given, but this optimizer has the weight of none")
+@pytest.mark.parametrize("choice", ["", "0"], ids=["engine", "python"])
+def test_dynamo_does_not_compile_our_backward_in_a_compiled_loop(choice, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
     model = torch_only()
     model.append(nn.LayerNorm(3))  # hooks take its gradients
     _optimizer = wrap(model)
