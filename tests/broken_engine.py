@@ -405,8 +405,6 @@ tests/autograd/test_ignored.py tests/optimizer/test_contract.py tests/accumulato
 tests/autograd/test_engine.py
 # the sum of a backward in another thread is what ignore() has left
 -  slot.is_aside = false;
-# a sum that was published is not counted
--  num_published += (state == GradState::kPublished) - (slot.grad_state == GradState::kPublished);
 # a gradient that ignore() has left is not counted
 -  num_ignored += (state == GradState::kIgnored) - (slot.grad_state == GradState::kIgnored);
 # a gradient that was set aside counts as the sum
@@ -418,19 +416,10 @@ tests/autograd/test_engine.py
 # a copy for the update counts as the sum
 -return slot.is_placed(gradient) ? slot.accumulator : gradient;
 +return gradient;
-# a new sum shows in p.grad, where autograd is to store
--(always_exposed && slot.grad_state != GradState::kAutogradPending)
-+always_exposed
 # a new sum has the layout of its parameter, with its gaps
 -  if (tensor.is_non_overlapping_and_dense())
 -    return
 +  return
-# what the user has put into p.grad does not count
--if (grad_state == GradState::kNotOurs || grad_state
-+if (grad_state
-# a version that was not noted is the first
--placed.is_inference() ? 0 : placed._version()
-+0
 fusedacc/accumulators:
 tests/autograd tests/optimizer/test_middle_of_window.py tests/optimizer/test_lifetime.py
 tests/accumulators/test_p_grad.py tests/nn/test_compiled.py

@@ -64,7 +64,7 @@ fusedacc/optimizer: tests/nn/test_compiled_sums.py -k small
 # explain() is silent about weights that are left to the compiler
 -    elif slot.left_to_compiler and is_compiler_imported():
 +    elif False:
-fusedacc/kernels: tests/accumulators/test_p_grad.py
+fusedacc/kernels: tests/autograd/test_engine.py
 # the end of a backward of compiled autograd is waited for
 -return compiled is not None and getattr(compiled, "in_compiled_autograd_region", False)
 +return False
@@ -114,9 +114,6 @@ fusedacc/optimizer: tests/autograd/test_new_nodes.py
 # they are lost after a cast in mid-window and in a manual loop
 -if self._registry.reshaped or grads.holds_uncounted or grads.has_main_grads:
 +if self._registry.reshaped or grads.has_main_grads:
-fusedacc/autograd: tests/accumulators/test_deferred_scale.py tests/autograd
-# gradients of enclosing tasks are added after those of inner ones
--        self.engine.flush()  # sums may become private or be scaled here
 fusedacc/autograd: tests/autograd/test_reshaped_parameters.py
 # a parameter's new shape goes unseen
 -if slot.seen is not None and (changed or has_former_node):

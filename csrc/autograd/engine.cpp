@@ -573,6 +573,12 @@ bool Engine::are_on_current_streams() const {
   });
 }
 
+bool Engine::any_foreign_gradient() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const auto& slot) {
+    return slot->p_grad().defined() && slot->is_foreign(slot->p_grad());
+  });
+}
+
 bool Engine::any_gradient() const {
   return std::any_of(slots_.begin(), slots_.end(), [](const auto& slot) { return slot->p_grad().defined(); });
 }

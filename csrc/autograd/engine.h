@@ -137,8 +137,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Whether all parameters are as Python has seen them last; false if there are none.
   bool are_as_seen() const;
-  // Whether any parameter has a p.grad.
+  // Whether any parameter has a p.grad, and whether one has a p.grad that autograd or the user has filled.
   bool any_gradient() const;
+  bool any_foreign_gradient() const;
   // Whether all additions go to Python: traffic is measured, or sums are rounded stochastically.
   static void set_watched(bool is_watched);
   void set_rounds_stochastically(bool rounds) { rounds_stochastically_ = rounds; }

@@ -12,7 +12,6 @@ namespace fusedacc::autograd {
 const at::Tensor& Slot::parameter() const { return THPVariable_Unpack(parameter_); }
 
 bool Slot::is_foreign(const at::Tensor& gradient) const {
-  if (grad_state == GradState::kNotOurs || grad_state == GradState::kAutogradPending) return true;
   return grad_state != GradState::kPublished && !is_placed(gradient);
 }
 
@@ -84,7 +83,6 @@ void Sums::publish(Slot& slot, const at::Tensor& sum) {
 }
 
 void Sums::set_state(Slot& slot, GradState state, const at::Tensor& placed) {
-  num_published += (state == GradState::kPublished) - (slot.grad_state == GradState::kPublished);
   num_ignored += (state == GradState::kIgnored) - (slot.grad_state == GradState::kIgnored);
   slot.grad_state = state;
   slot.placed.reset();

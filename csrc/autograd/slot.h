@@ -122,10 +122,9 @@ class Sums {
   void set_state(Slot& slot, GradState state, const at::Tensor& placed = {});
 
   const bool always_exposed;
-  bool exposed;               // whether users see sums in p.grad now
-  bool consumed = false;      // whether an update has used the gradients in p.grad
-  int64_t num_published = 0;  // slots in the state kPublished
-  int64_t num_ignored = 0;    // slots in the state kIgnored
+  bool exposed;             // whether users see sums in p.grad now
+  bool consumed = false;    // whether an update has used the gradients in p.grad
+  int64_t num_ignored = 0;  // slots in the state kIgnored
 };
 
 }  // namespace fusedacc::autograd

@@ -127,8 +127,9 @@ class FallbackEngine:
     def set_slots(self, slots: Sequence[Any]) -> None:
         self._slots = list(slots)
 
-    def any_gradient(self) -> bool:
-        return any(slot.param.grad is not None for slot in self._slots)
+    def any_foreign_gradient(self) -> bool:
+        gradients = [(slot, slot.param.grad) for slot in self._slots]
+        return any(gradient is not None and slot.is_foreign(gradient) for slot, gradient in gradients)
 
     def are_as_seen(self) -> bool:
         return False

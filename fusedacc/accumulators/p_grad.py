@@ -66,7 +66,7 @@ class ParamGrads(engine.Sums):
 
     - exposed: whether users may see accumulators now: always, or once they are in p.grad.
     - consumed: counted loop: whether an update has consumed the gradients in p.grad.
-    - num_published, num_ignored: how many slots are in the state PUBLISHED or IGNORED.
+    - num_ignored: how many slots are in the state IGNORED.
     """
 
     def __init__(self, slots: list[Slot], always_exposed: bool) -> None:

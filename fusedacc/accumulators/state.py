@@ -78,8 +78,6 @@ class Slot:
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether autograd or the user put this gradient into p.grad, and it counts."""
-        if self.grad_state in (GradState.NOT_OURS, GradState.AUTOGRAD_PENDING):
-            return True
         return self.grad_state != GradState.PUBLISHED and not self.is_placed(gradient)
 
 
@@ -90,7 +88,6 @@ class Sums:
         self.always_exposed = always_exposed
         self.exposed = always_exposed
         self.consumed = False
-        self.num_published = 0
         self.num_ignored = 0
 
     def current(self, slot: Slot) -> Tensor | None:
@@ -140,7 +137,6 @@ class Sums:
     def set_state(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
         """Set the state of p.grad. placed: what was put there."""
         former = slot.grad_state
-        self.num_published += (state == GradState.PUBLISHED) - (former == GradState.PUBLISHED)
         self.num_ignored += (state == GradState.IGNORED) - (former == GradState.IGNORED)
         slot.grad_state = state
         slot.placed = None

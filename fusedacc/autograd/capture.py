@@ -112,7 +112,6 @@ class Capture:
             else:
                 self._complete()
         self.registry.check_graph()
-        self.engine.flush()  # sums may become private or be scaled here
         return self._policy.begin_backward(outermost=not backwards)
 
     def receive(

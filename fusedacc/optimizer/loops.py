@@ -199,9 +199,8 @@ class CountedLoop(Loop):
             self._collect_stored()
 
     def _collect_stored(self) -> None:
-        all_ours = self._accumulators.grads.num_published == len(self._slots)
-        stored = not all_ours and self._capture.engine.any_gradient()
         window = self._window
+        stored = self._capture.engine.any_foreign_gradient()
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
             self._capture.warn_of_bypass(window.steps > 1 or window.reduction.weighs)
 

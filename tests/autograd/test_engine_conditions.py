@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
+from hook_situations import node_of
 from loops import failing
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.kernels import native_module
@@ -244,3 +246,42 @@ def test_parameters_frozen_before_the_backward_get_no_gradient(choice, monkeypat
     loss.backward()
     optimizer.zero_grad()  # raises after a backward that counts
     assert optimizer.micro_step == 1
+
+
+def once_on_the_node(param: nn.Parameter) -> None:
+    """Register a hook on the parameter's node that removes itself."""
+    handle = node_of(param).register_hook(lambda *_: handle.remove())
+
+
+def once_on_the_parameter(param: nn.Parameter) -> None:
+    handle = param.register_post_accumulate_grad_hook(lambda _: handle.remove())
+
+
+@pytest.mark.parametrize("register", [once_on_the_node, once_on_the_parameter])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_hook_that_removes_itself_between_two_gradients_of_a_backward(number, register):
+    """Autograd stores the first gradient, because of the hook, and the engine adds the second."""
+    model, optimizer = training(None)
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        for seed in range(number):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+            register(each.weight)
+            parts = [checkpoint(each, x * factor, use_reentrant=True) for factor in (1.0, 2.0)]
+            sum(part.square().sum() for part in parts).backward()
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+@pytest.mark.parametrize("steps", [2, None])
+def test_the_sum_of_a_parameter_whose_elements_share_memory(steps):
+    weight = nn.Parameter(torch.ones(1).expand(5))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.1), steps, reduction="sum")
+    factors = torch.arange(5.0)
+    (weight * factors).sum().backward()
+    if steps:
+        optimizer.step()
+    (weight * factors).sum().backward()
+    assert torch.equal(weight.grad, 2 * factors)
