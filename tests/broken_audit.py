@@ -203,7 +203,7 @@ fusedacc/auditing/backward_passes.py: tests/auditing/test_cases.py -k bad_backwa
 # a loss that goes through backward() twice is two losses
 -        current.repeats = own
 +        current.repeats = None
-fusedacc/auditing/optimizer_steps.py: tests/auditing/test_cases.py -k right_lbfgs
+fusedacc/auditing/optimizer_steps.py: tests/auditing/test_user_code.py -k evaluation
 # only the last evaluation of a closure counts
 -                self._updates.finish(optimizer, step.update)
 -                step.update = None

@@ -267,10 +267,6 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py tests/accumulators/
 -  target->backward->added = true;  // also if it fails half-way
 -  if (!multiply(
 +  if (!multiply(
-# modules multiply by a deferred scale as the BLAS of a CPU rounds
--    if (sum.is_cpu() && beta != 1 && beta != 0)
--      return false;  // a CPU's
-+    // a CPU's
 # modules add rows to a sum that waits for its scale
 -  if (!target->is_new && !slot->beta.is_one()) return false;
 # modules add rows to old memory
@@ -281,20 +277,11 @@ tests/nn/test_edge_cases.py tests/nn/test_whole_gradients.py tests/accumulators/
 # modules add rows with the scale before the window's last change
 -c10::IValue(), target->scale, padding
 +c10::IValue(), target->backward->scale.value, padding
-# modules write to a weight whose node was replaced
--node != nullptr && running->next_edge(position).function.get() == node
-+node != nullptr
-# a compiled graph writes to a weight that autograd does not differentiate by
-- && graph != nullptr && graph->count(node) != 0) node_ = node;
-+) node_ = node;
 # modules write in torch.autograd.grad()
 -wanted != nullptr && wanted->empty();
 +wanted != nullptr;
 # a hook that needs the gradient is taken for one that only looks
 -    if (PyObject_HasAttrString(hook, "only_looks") == 0) return true;
-# modules write in a backward pass with a recorded graph
--at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()
-+torch::autograd::AnomalyMode::is_enabled()
 # modules write where anomalies are detected
 -at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled()
 +at::GradMode::is_enabled()

@@ -161,10 +161,6 @@ fusedacc/accumulators: tests/optimizer/test_contract.py tests/accumulators
 # memory that a user still sees as an old p.grad is written
 -return storage_users(self.memory) > self.buffers + 1
 +return False
-fusedacc/accumulators: tests/autograd
-# two parameters keep one gradient
--sole and owns_memory(gradient)
-+sole
 fusedacc/kernels: tests/kernels/test_triton.py tests/kernels/test_functional.py
 # Triton's interpreter truncates bfloat16
 -(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -85,11 +85,7 @@ fusedacc/distributed: tests/distributed/test_changed_training.py
 -        self._usual = {}
 -        self._counts = {}
          self.disarm()
-# what was delivered before a layer was thawed is the rule after it
--            self.deliveries.forget()
-+            pass
-         elif
-fusedacc/autograd: tests/distributed/test_changed_training.py
+fusedacc/autograd: tests/distributed/test_reduced_outside.py
 # what was unfrozen in a manual loop takes no float32 sum
 -if not slot.is_reduced_outside():
 +if slot.in_reduce_bucket or not process_group_up():
@@ -108,10 +104,11 @@ fusedacc/autograd: tests/distributed/test_reduced_outside.py
 # gradients are collected before the reducer has reduced them
 -        if backward.reduced_outside and is_awaited and not backward.follows_reducer:
 +        if False:
-fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
+fusedacc/optimizer: tests/distributed/test_fsdp_hybrid.py
 # FSDP2 gets an unsharded sum before what waits is added to it
 -            self.capture.add_pending(slots)
 +            pass
+fusedacc/optimizer: tests/distributed/test_fsdp_unsharded.py
 # unsharded sums are kept after FSDP2 has reduced them
 -        self.accumulators.drop(slots)
 # FSDP2 rounds reduced float32 sums to the dtype of the shards
@@ -147,9 +144,6 @@ fusedacc/optimizer: tests/distributed/test_pipelines.py
 # a pipeline schedule finds no gradients in p.grad to divide
 -captures = schedule or not (differentiable or divides)
 +captures = schedule or not differentiable
-# a pipeline schedule divides the gradients of the backward pass before it
--self.collect(self._slots, refresh)  # else the schedule divides it
-+pass
 # gradients of 16 bits are None after a pipeline schedule's step
 -slot.widen()  # only autograd adds to p.grad until the accumulator is put there
 +pass

@@ -321,8 +321,6 @@ bool Engine::multiply(const at::Tensor& sum, const at::Tensor& left, const at::T
   at::Tensor out = sum;
   if (method == ProductMethod::kBlas) {
     if (left.scalar_type() != sum.scalar_type()) return false;
-    if (sum.is_cpu() && beta != 1 && beta != 0)
-      return false;  // a CPU's BLAS rounds other factors differently
     out.addmm_(left.t(), right, beta, scale);
     return true;
   }

@@ -518,3 +518,28 @@ def test_windows_of_different_lengths_that_are_not_divided():
     report = audited(lambda: partial_loop(1, False))
     assert factors(report) == {"scale": 16.0}, report.text
     assert "nothing divides by their number" in report.problems[0].text
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_each_evaluation_of_a_closure_is_an_update(clears):
+    """LBFGS evaluates it three times in each step."""
+
+    def train():
+        model = mlp()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        batches = list(data(K))
+
+        def closure():
+            if clears:
+                optimizer.zero_grad()
+            losses = [F.cross_entropy(model(x), y) for x, y in batches]
+            for loss in losses:
+                (loss / (K if not clears else 1)).backward()
+            return sum(losses) / K
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    report = audited(train)
+    first = 1 if clears else 2  # the first has no earlier gradient
+    assert report.problems[0].updates == [*range(first, 7)], report.text

@@ -212,3 +212,30 @@ def test_a_sum_and_a_gradient_with_the_same_gaps_in_their_memory():
     assert memory.tolist() == [[4.0, 1.0] * 4] * 4
     optimizer.step()
     assert param.tolist() == [[-3.0] * 4] * 4
+
+
+class TwoViews(torch.autograd.Function):
+    """The sum of two tensors, whose gradients are views of the same memory."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one.sum() + other.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        both = torch.ones(3) * gradient
+        return both.view(3), both.detach().view(3)
+
+
+@pytest.mark.parametrize("choice", ["", "0"], ids=["engine", "python"])
+@pytest.mark.parametrize("steps", [3, None])
+def test_two_gradients_that_are_views_of_one_memory_do_not_become_sums(steps, choice, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_ENGINE", choice)
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=1.0), steps, reduction="sum")
+    for _ in range(3):
+        TwoViews.apply(*weights).backward()
+        (2 * weights[0]).sum().backward()
+        if steps:
+            optimizer.step()
+    assert [weight.grad.tolist() for weight in weights] == [[9.0] * 3, [3.0] * 3]

@@ -51,9 +51,9 @@ def test_every_rank_gets_the_parameters_of_the_first():
     assert torch.equal(first, of_second)
 
 
-@on_each_rank(2)
+@on_each_rank(3)
 def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
-    """Rank 1 has made one more reduction than rank 0, so their collectives do not match."""
+    """Each rank has made one more reduction than the one before, so rank 1 has made the mean of all."""
     net = nn.Linear(4, 3)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 1, data_parallel=dist.group.WORLD)
