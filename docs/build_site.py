@@ -1,4 +1,5 @@
-"""Hook of mkdocs.yml: adds pages from outside of docs/, and checks that the API reference is complete.
+"""Hook of mkdocs.yml: adds pages from outside of docs/ and the version to each page, and checks that the API
+reference is complete.
 
 Pages link to files of the repository by relative paths, so that the links also work in the repository itself.
 `on_page_markdown` changes the links to files outside of docs/ into links to the pages made from them, or
@@ -205,6 +206,20 @@ def problems(documented: set[str], root: Path = ROOT) -> list[str]:
         if name not in documented:
             found.append(f"{name} is not in the API reference: add it to a page in docs/api/")
     return found
+
+
+def version(root: Path = ROOT) -> str:
+    """The package's version."""
+    found = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError("pyproject.toml has no line with the version")
+    return found[1]
+
+
+def on_config(config: Any) -> Any:
+    """Put the version into the footer of each page."""
+    config.copyright = f"fusedacc {version()}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

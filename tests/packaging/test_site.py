@@ -4,6 +4,7 @@ import runpy
 import textwrap
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,3 +114,10 @@ def test_links_lead_to_the_pages_of_the_site(link, page, expected):
 
 def test_links_to_files_without_a_page_become_text():
     assert SITE["rewritten"]("See [setup.py](../setup.py) there.", "loops.md") == "See setup.py there."
+
+
+def test_the_footer_of_each_page_has_the_version(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "fusedacc"\nversion = "9.8.7"\n')
+    assert SITE["version"](tmp_path) == "9.8.7"
+    config = SITE["on_config"](SimpleNamespace(copyright=None))
+    assert config.copyright == f"fusedacc {fusedacc.__version__}"
