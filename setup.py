@@ -15,6 +15,7 @@ Environment:
     TORCH_CUDA_ARCH_LIST: the architectures to build for. Default: "8.0;9.0;10.0+PTX".
     FUSEDACC_LIBRARY: a libfusedacc.so that was built from the same sources on another machine. It is copied
         instead of compiled, so that only the module is compiled, without nvcc.
+    LDFLAGS: options for the linker.
     MAX_JOBS: the number of parallel compilations. Default: the number of CPUs.
     VERBOSE: 1 prints the commands.
 """
@@ -158,6 +159,7 @@ class Toolchain:
         self.torch = Path(torch.__file__).parent
         self.nvcc = nvcc
         self.plain = cxx
+        self.link_options = shlex.split(os.environ.get("LDFLAGS", ""))
         common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
         if nvcc is not None:
             architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
@@ -217,10 +219,11 @@ class Toolchain:
         # If torch has libtorch_cuda.so, libtorch.so loads it. Its symbols are weak in this library, so they
         # are null if torch has no CUDA.
         torch = ["-L", str(self.torch / "lib"), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
-        self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects, target.name)
+        command = [*self.linker, *map(str, objects), *self.link_options, *torch, "-o", str(target)]
+        self.run(command, target, objects, target.name)
 
     def link_module(self, objects: list[Path], target: Path) -> None:
-        command = engine_command.link(self.plain, self.torch, objects, target)
+        command = engine_command.link(self.plain, self.torch, objects, target, self.link_options)
         self.run(command, target, objects, target.name)
 
     def report(self, name: str, is_made: bool) -> None:
@@ -324,7 +327,6 @@ class BuildLibrary(build_ext):
         elif is_library:
             kind = " with CUDA" if toolchain.nvcc else " without CUDA"
         print(f"fusedacc: built {target}{kind}", flush=True)
-
 
     def copy_extensions_to_source(self) -> None:
         remove_modules(ROOT / "fusedacc")

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 #: The engine's files in the folder of the C++ sources. An installed package has a copy of them.
@@ -83,6 +84,16 @@ def compilation(compiler: list[str], torch: Path, python: Path, unit: Path, targ
     return [*compiler, *FLAGS, *search, "-c", str(unit), "-o", str(target)]
 
 
-def link(compiler: list[str], torch: Path, objects: list[Path], target: Path) -> list[str]:
-    """Return the command that links object files to the engine. The arguments are those of `compilation`."""
-    return [*compiler, "-shared", *map(str, objects), f"-L{torch / 'lib'}", *LIBRARIES, "-o", str(target)]
+def link(
+    compiler: list[str], torch: Path, objects: list[Path], target: Path, options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that links object files to the engine.
+
+    Args:
+        compiler, torch: as in `compilation`.
+        objects: the object files.
+        target: the engine's file.
+        options: more options for the linker.
+    """
+    libraries = [f"-L{torch / 'lib'}", *LIBRARIES]
+    return [*compiler, "-shared", *map(str, objects), *options, *libraries, "-o", str(target)]

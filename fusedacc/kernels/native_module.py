@@ -37,9 +37,11 @@ def path() -> Path | None:
     """Return the file for this torch and Python: of the package, or built at first use. None if missing."""
     soabi = str(sysconfig.get_config_var("SOABI"))
     commit = str(torch.version.git_version)
-    names = file_name(), engine_command.released_file_name(torch.__version__, commit, soabi)
-    files = [*(installation.FOLDER / name for name in names), engine_build.cached_file()]
-    return next((file for file in files if file is not None and file.exists()), None)
+    for name in (file_name(), engine_command.released_file_name(torch.__version__, commit, soabi)):
+        if (installation.FOLDER / name).exists():
+            return installation.FOLDER / name
+    built = engine_build.cached_file()
+    return built if built is not None and built.exists() else None
 
 
 @functools.cache
