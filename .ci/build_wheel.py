@@ -186,6 +186,7 @@ def build_from_sources(ldflags: list[str]) -> Path:
     command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(KEPT / "plain")]
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES
     variables = {"LDFLAGS": " ".join(ldflags), "TORCH_CUDA_ARCH_LIST": architectures}
+    variables["PYTHONWARNINGS"] = "ignore"  # of setuptools, which wants `build`
     shutil.rmtree(KEPT / "plain", ignore_errors=True)
     subprocess.run(command, cwd=folder, env={**os.environ, **variables}, check=True)
     (wheel,) = (KEPT / "plain").iterdir()

@@ -231,7 +231,8 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     if file is not None:
         (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
     program = "import warnings; warnings.simplefilter('error')" + TRAINS
-    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_ENGINE=choice)
+    variables = {"FUSEDACC_ENGINE": choice, "FUSEDACC_CACHE": str(tmp_path / "cache")}
+    return forked.run(program, root=tmp_path, folder=tmp_path, **variables)
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
