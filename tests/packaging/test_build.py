@@ -18,7 +18,7 @@ import sweeps
 import torch
 from loops import TRAINS
 
-from fusedacc.kernels import installation, library, native_module
+from fusedacc.kernels import engine_command, installation, library, native_module
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
@@ -78,13 +78,27 @@ def build_wheel(
     return wheel, result.stdout + result.stderr
 
 
-def run_installed(tmp_path: Path, program: str, installed: str = "installed") -> str:
+def run_installed(tmp_path: Path, program: str, installed: str = "installed", **variables: str | None) -> str:
     # The user's cache folder may have an engine.
     cache = str(tmp_path / "cache")
-    result = forked.run(program, root=tmp_path / installed, folder=tmp_path, FUSEDACC_CACHE=cache)
+    variables |= {"FUSEDACC_CACHE": cache}
+    result = forked.run(program, root=tmp_path / installed, folder=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
-    assert "fusedacc" not in result.stderr
+    assert ("fusedacc" in result.stderr) == ("FUSEDACC_BUILD" in variables)  # a build says so
     return result.stdout.strip()
+
+
+def assert_has_engine_sources(folder: Path) -> None:
+    """Preprocess the engine's sources in a folder. A header that is missing there is an error."""
+    unit = folder.parent / "engine.cpp"
+    engine_command.write_unit(folder, unit)
+    package, headers = Path(torch.__file__).parent, engine_command.python_headers()
+    preprocessing = [COMPILER, "-MM"]
+    command = engine_command.compilation(preprocessing, package, headers, unit, unit.with_suffix(".d"))
+    subprocess.run(command, check=True)
+    used = unit.with_suffix(".d").read_text()
+    assert f"{folder}/autograd/engine.cpp" in used
+    assert f"{folder}/autograd/../common/dtypes.h" in used
 
 
 def fake_compiler(tmp_path: Path, script: str) -> str:
@@ -136,6 +150,9 @@ def test_the_wheel_fits_every_python_of_its_platform(tmp_path: Path) -> None:
         # A module that was built for another torch has another name and is not loaded.
         native.rename(native.with_name(native.name.replace("torch-", "torch-9.")))
         assert f"none is installed for torch {torch.__version__}" in run_installed(tmp_path, TRAINS)
+        assert_has_engine_sources(tmp_path / "installed" / "fusedacc" / "csrc")
+        if sweeps.FULL:
+            assert run_installed(tmp_path, TRAINS, FUSEDACC_BUILD=None) == "None"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
