@@ -269,11 +269,17 @@ def main() -> None:
     wheel = build_from_sources(ldflags)
     versions = versions_on_the_index() if options.engines == "all" else options.engines.split()
     installed = torch.__version__.partition("+")[0]
-    pairs = [
-        (headers_of(version), python)
-        for version in dict.fromkeys([installed, *versions])
-        for python in pythons([sys.executable, *options.pythons.split()])
-    ]
+    each_python = pythons([sys.executable, *options.pythons.split()])
+    pairs = []
+    for version in dict.fromkeys([installed, *versions]):
+        try:
+            pytorch = headers_of(version)
+        except SystemExit as error:  # pip refuses it, for example because of a constraint
+            if options.engines != "all":
+                raise
+            print(f"NO engine for PyTorch {version}, because pip cannot download it: {error}", flush=True)
+            continue
+        pairs += [(pytorch, python) for python in each_python]
     with concurrent.futures.ThreadPoolExecutor(
         int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     ) as pool:
