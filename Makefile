@@ -14,6 +14,7 @@ BUILT_CUDA := build/system-cuda.stamp
 INTEGRATIONS :=
 INTEGRATIONS_PYTHON := $(PYTHON)
 DOCS :=
+WHEEL :=
 DOCS_PYTHON := $(PYTHON)
 PARALLEL :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -26,6 +27,7 @@ BUILT_CUDA := .venv/built-cuda.stamp
 INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 DOCS := .venv-docs/dependencies.stamp
+WHEEL := .venv-wheel/dependencies.stamp
 DOCS_PYTHON := .venv-docs/bin/python
 # These options need pytest-xdist, which a system's Python may lack. worksteal gives neighboring tests to one worker, so
 # that they share their module's fixtures.
@@ -96,6 +98,11 @@ build-integrations: $(BUILT) $(INTEGRATIONS)  ## make the second environment, wi
 	.venv-docs/bin/python -m pip install --quiet -c constraints-docs.txt -r requirements-docs.txt
 	touch $@
 
+.venv-wheel/dependencies.stamp: requirements-wheel.txt constraints-wheel.txt
+	test -x .venv-wheel/bin/python || $(BASE_PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet -c constraints-wheel.txt -r requirements-wheel.txt
+	touch $@
+
 build/system.stamp: $(SOURCES)
 	$(NOTE_NO_GPU)
 	$(WITHOUT_GPU) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -146,10 +153,9 @@ docs: $(DOCS)  ## build the documentation site in build/site; a broken link or a
 	@echo "Read it: python3 -m http.server --directory build/site"
 
 # Test in a new environment, and in another folder, because Python would import the sources from the current folder.
-wheel: $(BUILT_CUDA)  ## build the wheel and the source distribution in dist/, and test each in a new environment: info and a short training
-	rm -rf dist build/wheel-env
-	$(PYTHON) setup.py --quiet sdist --dist-dir dist
-	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(DEPENDENCIES) $(WHEEL)  ## build the wheel and the source distribution in dist/, and test each in a new environment (ENGINES="2.10.0 2.12.1" or ENGINES=all: with native engines for these versions of PyTorch too; PYTHONS="python3.10 ..." selects their Pythons)
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" $(PYTHON) .ci/build_wheel.py --engines "$(ENGINES)" $(if $(PYTHONS),--pythons "$(PYTHONS)")
+	rm -rf build/wheel-env
 	$(BASE_PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
@@ -189,6 +195,6 @@ head-figures: $(BUILT)  ## update the plot and tables of docs/head.md from the n
 	$(PYTHON) -m benchmarks.report.head_chart
 
 clean:  ## remove everything that the other targets created
-	rm -rf .venv .venv-integrations .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-integrations .venv-docs .venv-wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 It also builds a Python module from csrc/autograd/, the engine that adds gradients. PyTorch's autograd has no
 stable ABI, so the module works with only one version of torch and of Python. Its file name contains both
-versions. With other versions, autograd stores all gradients, and the package adds them from there.
+versions. The package also gets the module's sources, and builds the module for other versions when it is
+first needed.
 
 The build needs no GPU and no network.
 
@@ -14,6 +15,7 @@ Environment:
     TORCH_CUDA_ARCH_LIST: the architectures to build for. Default: "8.0;9.0;10.0+PTX".
     FUSEDACC_LIBRARY: a libfusedacc.so that was built from the same sources on another machine. It is copied
         instead of compiled, so that only the module is compiled, without nvcc.
+    LDFLAGS: options for the linker.
     MAX_JOBS: the number of parallel compilations. Default: the number of CPUs.
     VERBOSE: 1 prints the commands.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -29,13 +32,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -64,11 +68,18 @@ VECTOR_FLAGS = {
 VECTOR_FLAGS["cpu/loops_avx512_bf16.cpp"] = [*VECTOR_FLAGS["cpu/loops_avx512.cpp"], "-mavx512bf16"]
 
 
-def find_cxx() -> list[str] | None:
-    if os.environ.get("CXX"):
-        command = shlex.split(os.environ["CXX"])
-        return command if shutil.which(command[0]) else None
-    return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+def load_engine_command() -> ModuleType:
+    """Load the commands that compile the native engine, without the package, which needs torch."""
+    file = ROOT / "fusedacc" / "kernels" / "engine_command.py"
+    spec = importlib.util.spec_from_file_location("engine_command", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+engine_command = load_engine_command()
 
 
 def find_nvcc() -> str | None:
@@ -145,22 +156,18 @@ class Toolchain:
         # Imported here, because an install without a compiler must also work without torch.
         import torch
 
-        package = Path(torch.__file__).parent
-        self.libraries = package / "lib"
+        self.torch = Path(torch.__file__).parent
         self.nvcc = nvcc
         self.plain = cxx
+        self.link_options = shlex.split(os.environ.get("LDFLAGS", ""))
         common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
         if nvcc is not None:
             architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
             common += ["-DFUSEDACC_CUDA", f'-DFUSEDACC_CUDA_ARCHITECTURES="{architectures}"']
-        warnings = ["-Wall", "-Wextra"]
+        warnings = engine_command.WARNINGS
         host = ["-fPIC", "-fvisibility=hidden", *EXACT]
-        include = ["-isystem", str(package / "include")]
+        include = ["-isystem", str(self.torch / "include")]
         self.cxx = [*cxx, *common, *warnings, *host, *include]
-        self.module = [*cxx, "-std=c++20", "-O2", *warnings, "-fPIC", "-fvisibility=hidden", *include]
-        self.module += ["-isystem", str(package / "include/torch/csrc/api/include")]
-        self.module += ["-isystem", sysconfig.get_paths()["include"]]
-        self.module += ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
         else:
@@ -198,24 +205,25 @@ class Toolchain:
         return target
 
     def compile_module(self, folder: Path) -> Path:
-        """Compile all sources of a folder as one, because torch's headers take longer than our code."""
-        sources = sorted(folder.glob("*.cpp"))
-        together = self.objects / f"{folder.name}.cpp"
+        """Compile all sources of the native engine as one file."""
+        unit = self.objects / f"{folder.name}.cpp"
         target = self.objects / f"{folder.name}.o"
-        together.write_text("".join(f'#include "{source}"\n' for source in sources))
-        command = [*self.module, "-c", str(together), "-o", str(target)]
-        self.run(command, target, sources, folder.relative_to(ROOT).as_posix())
+        engine_command.write_unit(SOURCES, unit)
+        command = engine_command.compilation(
+            self.plain, self.torch, engine_command.python_headers(), unit, target
+        )
+        self.run(command, target, sorted(folder.glob("*.cpp")), folder.relative_to(ROOT).as_posix())
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
         # If torch has libtorch_cuda.so, libtorch.so loads it. Its symbols are weak in this library, so they
         # are null if torch has no CUDA.
-        torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
-        self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects, target.name)
+        torch = ["-L", str(self.torch / "lib"), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
+        command = [*self.linker, *map(str, objects), *self.link_options, *torch, "-o", str(target)]
+        self.run(command, target, objects, target.name)
 
     def link_module(self, objects: list[Path], target: Path) -> None:
-        libraries = ["-L", str(self.libraries), "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-        command = [*self.plain, "-shared", *map(str, objects), *libraries, "-o", str(target)]
+        command = engine_command.link(self.plain, self.torch, objects, target, self.link_options)
         self.run(command, target, objects, target.name)
 
     def report(self, name: str, is_made: bool) -> None:
@@ -254,7 +262,9 @@ class BuildLibrary(build_ext):
         self.ready = os.environ.get("FUSEDACC_LIBRARY")
         if self.ready and not Path(self.ready).is_file():
             raise SystemExit(f"FUSEDACC_LIBRARY={self.ready}: there is no such file")
-        toolchain = self.toolchain = Toolchain(find_cxx() or [], None if self.ready else find_nvcc())
+        toolchain = self.toolchain = Toolchain(
+            engine_command.find_compiler() or [], None if self.ready else find_nvcc()
+        )
         sources = [] if self.ready else toolchain.sources()
         # The module is one file, which takes longest. It starts first, so that no core waits for it at the
         # end.
@@ -284,6 +294,8 @@ class BuildLibrary(build_ext):
         is_library = extension.name.endswith("libfusedacc")
         target = Path(self.get_ext_fullpath(extension.name))
         built = toolchain.objects / target.name
+        if not is_library:
+            remove_modules(target.parent)
         try:
             objects = [compiling.result() for compiling in self.compiled[extension.name]]
             if is_library and self.ready:
@@ -294,8 +306,6 @@ class BuildLibrary(build_ext):
                 toolchain.link_module(objects, built)
         except subprocess.CalledProcessError as error:
             if not is_library:
-                # Delete the module of an earlier build, so that the package does not load it.
-                target.unlink(missing_ok=True)
                 print(
                     f"fusedacc: the native engine was not built (exit status {error.returncode}): "
                     "autograd stores all gradients, and fusedacc adds them from there",
@@ -318,15 +328,41 @@ class BuildLibrary(build_ext):
             kind = " with CUDA" if toolchain.nvcc else " without CUDA"
         print(f"fusedacc: built {target}{kind}", flush=True)
 
+    def copy_extensions_to_source(self) -> None:
+        remove_modules(ROOT / "fusedacc")
+        super().copy_extensions_to_source()
+
+
+def remove_modules(folder: Path) -> None:
+    """Delete the native engines of earlier builds, which may be for other versions and of older sources.
+
+    The package builds what is missing then.
+    """
+    for module in folder.glob(f"_{MODULE}.torch-*.so"):
+        module.unlink()
+
 
 def module_name() -> str:
-    """Return the file name of the Python module. `fusedacc.kernels.native_module.file_name` must agree."""
+    """Return the file name of the native engine for the installed torch and this Python."""
     import torch
 
-    return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
+    return engine_command.file_name(torch.__version__)
 
 
-if find_cxx() is None:
+class CopyEngineSources(build_py):
+    """Copies the native engine's sources into the package, which builds it for other versions of torch."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the package finds them in the checkout
+            return
+        for source in engine_command.sources(SOURCES):
+            target = Path(self.build_lib, "fusedacc", "csrc", source.relative_to(SOURCES))
+            self.mkpath(str(target.parent))
+            self.copy_file(str(source), str(target))
+
+
+if engine_command.find_compiler() is None:
     wanted = os.environ.get("CXX", "g++, c++ or clang++")
     print(
         f"fusedacc: no C++ compiler ({wanted} not found): installing without the native library; "
@@ -337,8 +373,8 @@ if find_cxx() is None:
     extensions = []
 else:
     extensions = [Extension("fusedacc.libfusedacc", sources=[])]
-    if (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        extensions.append(Extension("fusedacc._autograd", sources=[]))
+    if (engine_command.python_headers() / "Python.h").exists():
+        extensions.append(Extension("fusedacc._autograd", sources=[], optional=True))
     else:
         print(
             "fusedacc: Python.h was not found: building without the native engine; autograd "
@@ -347,7 +383,7 @@ else:
             flush=True,
         )
 
-commands = {"build_ext": BuildLibrary}
+commands = {"build_ext": BuildLibrary, "build_py": CopyEngineSources}
 if bdist_wheel is not None:
 
     class AnyPythonWheel(bdist_wheel):

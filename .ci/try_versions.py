@@ -6,7 +6,8 @@ For each Python (default: the one that runs this script), there are two environm
 torch that pyproject.toml allows, and one with the newest torch on the index. In each environment, `info`,
 `try_wheel.py` and a quick part of the test suite run twice:
 
-- with the wheel, whose library must load although it was built with another torch;
+- with the wheel, whose library must load although it was built with another torch. `info` builds the native
+  engine, if the wheel has none for this torch and Python;
 - with an install from the sources, which also builds the native engine. All environments install from one
   checkout, and have the same path. So each build finds the objects of the build before, made with the headers
   of another torch in the same folder, and must compile every file again.
@@ -55,7 +56,7 @@ QUICK = (
     "tests/property/test_property.py",
     "tests/commands/test_info.py",
 )
-#: Tests of the native engine, which exists only in a build with the same torch.
+#: Tests of the native engine.
 NATIVE = ("tests/autograd/test_engine.py", "tests/nn/test_native_functions.py")
 TOOLS = ("setuptools>=77", "wheel", "numpy", "pytest", "expecttest")
 #: The package's sources. The copy for the tests leaves them out.

@@ -43,6 +43,9 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # Disable the self-test: the tests check more, and they count launches, memory and waits.
 os.environ["FUSEDACC_SELFTEST"] = "0"
 
+# A copy of the package without the native engine would build it.
+os.environ["FUSEDACC_BUILD"] = "0"
+
 # Most tensors of the tests are so small that a second thread makes operators slower.
 torch.set_num_threads(1)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels import native_module
+from ..kernels import launch_events, native_module
 from . import state
 from .fallback import FallbackEngine
 
 _module: Any = native_module.loaded() or state
+launch_events.tell_engines()
 
 Slot: Any = _module.Slot
 Sums: Any = _module.Sums

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from ..kernels import cache_folder, dtypes, library, native_module, registry, selftest, selftest_checks
+from ..kernels import (
+    cache_folder,
+    dtypes,
+    engine_build,
+    library,
+    native_module,
+    registry,
+    selftest,
+    selftest_checks,
+)
 from ..kernels.machine_names import version
 from ..optimizer import AccumulatingOptimizer
 from . import selftest as selftest_command
@@ -141,7 +150,7 @@ def healthy(facts: dict[str, Any]) -> bool:
 WIDTH = 110
 #: A reason of more characters is shortened. `--json` has it whole.
 REASON_LENGTH = 300
-_VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
+_VARIABLES = (native_module.VARIABLE, engine_build.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
 
 def summary(facts: dict[str, Any]) -> str:
@@ -204,7 +213,8 @@ def _library_line(facts: dict[str, Any]) -> str:
 def _engine_line(facts: dict[str, Any]) -> str:
     engine = facts["engine"]
     kind = "native" if engine["native"] else "none"
-    return f"engine: {kind} ({_reason(facts, engine['why'])})"
+    lost = "" if engine["native"] else f": {native_module.LOST}"
+    return f"engine: {kind} ({_reason(facts, engine['why'])}){lost}"
 
 
 def _reason(facts: dict[str, Any], reason: str) -> str:

@@ -1,4 +1,7 @@
-"""The folder in which results are kept for later processes, in JSON files with an entry for each machine."""
+"""The folder in which fusedacc keeps what later processes need.
+
+It has results in JSON files with an entry for each machine, and engines that were built at first use.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,24 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def locked(file: str) -> Iterator[None]:
-    """Context: hold the file's lock against other processes of this host, if it can be locked."""
+def locked(file: str, when_waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Context: hold the file's lock against other processes of this host, if it can be locked.
+
+    Args:
+        file: its name in the folder, without a suffix for the lock.
+        when_waiting: is called if another process has the lock, before this one waits.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: no lock
-            folder().mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder() / f"{file}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder() / f"{file}.lock"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(path, "w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if when_waiting is not None:
+                    when_waiting()
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -15,17 +15,18 @@ watching: list[Any] = []
 def watch(observer: Any) -> None:
     """Report to this observer. Python then makes all launches of wrappers."""
     watching.append(observer)
-    _tell_engines()
+    tell_engines()
 
 
 def unwatch(observer: Any) -> None:
     """Report no longer to this observer."""
     watching.remove(observer)
-    _tell_engines()
+    tell_engines()
 
 
-def _tell_engines() -> None:
-    module: Any = native_module.loaded()
+def tell_engines() -> None:
+    """Tell native engines whether there are observers. Call it again when the module has been loaded."""
+    module: Any = native_module.loaded_before()
     if module is not None:
         module.Engine.set_watched(bool(watching))
 

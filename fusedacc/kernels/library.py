@@ -12,7 +12,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +20,9 @@ from torch import Tensor
 from . import flops
 from .checks import check_pairs, check_product
 from .constants import CHUNK_ELEMENTS, plan_words
+from .installation import FOLDER, how_to_build
 
-#: The package's folder, with the compiled files.
-FOLDER = Path(__file__).parents[1]
 LIBRARY = FOLDER / "libfusedacc.so"
-#: What to do to build the compiled files for this torch and Python.
-BUILD = (
-    f"run in {FOLDER.parent}: python setup.py build_ext --inplace"
-    if (FOLDER.parent / "csrc").is_dir()
-    else "run in a checkout of fusedacc: pip install --no-build-isolation --no-deps --force-reinstall ."
-)
 
 
 @functools.cache
@@ -39,14 +31,14 @@ def load_error() -> str | None:
     if not LIBRARY.exists():
         return (
             f"{LIBRARY.name} does not exist: fusedacc was installed without a C++ compiler. "
-            f"Install g++ (and nvcc for CUDA). Then {BUILD}"
+            f"Install g++ (and nvcc for CUDA). Then {how_to_build()}"
         )
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
         problem = (
             f"{LIBRARY} does not load under torch {torch.__version__}: {error}. "
-            f"It needs torch 2.10 or later. To build it again, {BUILD}"
+            f"It needs torch 2.10 or later. To build it again, {how_to_build()}"
         )
         warnings.warn(f"fusedacc uses Triton or plain torch, because {problem}", stacklevel=2)
         return problem

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library
+from . import installation, library
 from .dtypes import PAIRS, Flags, Number, Tensors
 from .registry import Backend, Run
 from .rounding import Noise
@@ -44,10 +44,13 @@ def _obstacle(
     if name == "cuda":
         if torch.version.hip is not None:
             return "this torch is for ROCm, which has no CUDA kernels"
-        if not built["cuda_architectures"]:
-            return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
+        if not built["cuda_architectures"]:
+            return (
+                "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0). "
+                f"To build it with CUDA, install nvcc and {installation.how_to_build()}"
+            )
     if device.type != name:
         return f"the {name} backend takes {name} tensors, not {device.type}"
     if name == "cuda":

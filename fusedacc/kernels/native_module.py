@@ -1,7 +1,8 @@
 """The compiled module of the native engine (`_autograd.*.so`): loaded, or the reason why not.
 
-It is built for exactly one torch and one Python, because autograd has no stable ABI. Without it, autograd
-stores all gradients, and `model=` leaves Linear, Embedding and experts to PyTorch.
+It is built for exactly one torch and one Python, because autograd has no stable ABI. The package may contain
+it, or `engine_build` builds it. Without it, autograd stores all gradients, and `model=` leaves Linear,
+Embedding and experts to PyTorch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import os
+import platform
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library
+from . import engine_build, engine_command, installation, library
 from .checks import switch
 
 #: "0": wrappers have no native engine; "1": raise if it is missing; "" or not set: use it if it exists.
 VARIABLE = "FUSEDACC_ENGINE"
+#: What is lost without the engine.
+LOST = "autograd stores each gradient in p.grad before fusedacc adds it, so nothing is saved"
 
 
 def file_name() -> str:
-    """Return the name of the file for this torch and Python."""
-    return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
+    """Return the name of the file that is built for this torch and Python."""
+    return engine_command.file_name(torch.__version__)
 
 
-def path() -> Path:
-    """Return the file for this torch and Python, whether it exists or not."""
-    return library.FOLDER / file_name()
+def path() -> Path | None:
+    """Return the file for this torch and Python: of the package, or built at first use. None if missing."""
+    soabi = str(sysconfig.get_config_var("SOABI"))
+    commit = str(torch.version.git_version)
+    for name in (file_name(), engine_command.released_file_name(torch.__version__, commit, soabi)):
+        if (installation.FOLDER / name).exists():
+            return installation.FOLDER / name
+    built = engine_build.cached_file()
+    return built if built is not None and built.exists() else None
 
 
 @functools.cache
@@ -39,11 +50,15 @@ def _load() -> tuple[Any, str | None]:
     if problem is not None:
         return None, problem
     file = path()
-    if not file.exists():
-        return None, (
-            f"{file.name} does not exist: fusedacc was installed with another torch or Python, or without "
-            f"a C++ compiler or Python.h. To build it, {library.BUILD}"
-        )
+    if file is None:
+        try:
+            problem = _build()
+        except ValueError as error:  # `why_not` raises it when a wrapper is made
+            problem = str(error)
+        if problem is not None:
+            versions = f"torch {torch.__version__} and Python {platform.python_version()}"
+            return None, f"none is installed for {versions}, and {problem}"
+        file = engine_build.cached_file()
     loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(file))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -51,13 +66,26 @@ def _load() -> tuple[Any, str | None]:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        return None, f"{file} does not load: {error}. To build it again, {library.BUILD}"
+        again = f"delete {file}" if file == engine_build.cached_file() else installation.how_to_build()
+        return None, f"{file} does not load: {error}. To build it again, {again}"
     return module, None
 
 
+def _build() -> str | None:
+    """Build the engine. Return why it was not built, or None."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"{VARIABLE} was 0 when it was needed first"
+    return engine_build.build()
+
+
 def loaded() -> Any | None:
-    """Return the module if it was built, whatever FUSEDACC_ENGINE says."""
+    """Return the module if it exists, whatever FUSEDACC_ENGINE says. The first call may build it."""
     return _load()[0]
+
+
+def loaded_before() -> Any | None:
+    """Return the module if it is loaded already. Without it there are no wrappers with engines yet."""
+    return _load()[0] if _load.cache_info().currsize else None
 
 
 def module() -> Any | None:
@@ -66,8 +94,11 @@ def module() -> Any | None:
 
 
 def why_not() -> str | None:
-    """Return why wrappers have no native engine; None if they have. Raises RuntimeError if there is none and
-    FUSEDACC_ENGINE=1.
+    """Return why wrappers have no native engine; None if they have.
+
+    Raises:
+        RuntimeError: there is none, and FUSEDACC_ENGINE=1.
+        ValueError: FUSEDACC_ENGINE or FUSEDACC_BUILD has an unknown value.
     """
     choice = switch(
         VARIABLE,
@@ -75,6 +106,7 @@ def why_not() -> str | None:
         off="no native engine",
         unset="the native engine if it is built",
     )
+    engine_build.wanted()
     if choice is False:
         return f"{VARIABLE}=0"
     problem = _load()[1]

@@ -40,8 +40,9 @@ def _sources() -> list[bytes]:
     # The loader reads from a file or an archive.
     read = __spec__.loader.get_data  # type: ignore[union-attr]  # imported modules have a loader
     sources = [read(os.path.join(folder, name)) for name in (os.path.basename(__file__), "head.py")]
-    if native_module.loaded() is not None:
-        sources.append(native_module.path().read_bytes())
+    engine = native_module.path()
+    if native_module.loaded() is not None and engine is not None:
+        sources.append(engine.read_bytes())
     return sources
 
 

@@ -155,7 +155,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _engine() -> str:
     why_not = native_module.why_not()
-    return "native" if why_not is None else f"none ({why_not})"
+    return "native" if why_not is None else f"none ({why_not}): {native_module.LOST}"
 
 
 def route(slot: Slot, accumulators: Accumulators, *, scheduled: bool = False) -> Route:

@@ -231,19 +231,26 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     if file is not None:
         (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
     program = "import warnings; warnings.simplefilter('error')" + TRAINS
-    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_ENGINE=choice)
+    variables = {"FUSEDACC_ENGINE": choice, "FUSEDACC_CACHE": str(tmp_path / "cache")}
+    return forked.run(program, root=tmp_path, folder=tmp_path, **variables)
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
-@pytest.mark.parametrize(("file", "reason"), [(None, "does not exist"), ("no library", "does not load")])
-def test_without_the_module_training_works_and_the_reason_is_printed(tmp_path, file, reason):
+@pytest.mark.parametrize(
+    ("file", "reasons"),
+    [
+        (None, ["none is installed", torch.__version__, "FUSEDACC_BUILD=0"]),
+        ("no library", [native_module.file_name(), "does not load", "pip install"]),
+    ],
+)
+def test_without_the_module_training_works_and_the_reason_is_printed(tmp_path, file, reasons):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in (native_module.file_name(), reason, "pip install"))
+    assert all(text in done.stdout for text in reasons)
 
 
 def test_a_requested_engine_that_is_missing_is_an_error(tmp_path):
-    why = f"FUSEDACC_ENGINE=1, but there is no native engine: {native_module.file_name()}"
+    why = f"FUSEDACC_ENGINE=1, but there is no native engine: none is installed for torch {torch.__version__}"
     assert f"RuntimeError: {why}" in run_copy(tmp_path, None, "1").stderr
 
 

@@ -1,6 +1,7 @@
 """The wheel's tag and contents, and an installation without a compiler."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -14,9 +15,10 @@ from pathlib import Path
 import forked
 import pytest
 import sweeps
+import torch
 from loops import TRAINS
 
-from fusedacc.kernels import library, native_module
+from fusedacc.kernels import engine_command, installation, library, native_module
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
@@ -76,11 +78,27 @@ def build_wheel(
     return wheel, result.stdout + result.stderr
 
 
-def run_installed(tmp_path: Path, program: str, installed: str = "installed") -> str:
-    result = forked.run(program, root=tmp_path / installed, folder=tmp_path)
+def run_installed(tmp_path: Path, program: str, installed: str = "installed", **variables: str | None) -> str:
+    # The user's cache folder may have an engine.
+    cache = str(tmp_path / "cache")
+    variables |= {"FUSEDACC_CACHE": cache}
+    result = forked.run(program, root=tmp_path / installed, folder=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
-    assert "fusedacc" not in result.stderr
+    assert ("fusedacc" in result.stderr) == ("FUSEDACC_BUILD" in variables)  # a build says so
     return result.stdout.strip()
+
+
+def assert_has_engine_sources(folder: Path) -> None:
+    """Preprocess the engine's sources in a folder. A header that is missing there is an error."""
+    unit = folder.parent / "engine.cpp"
+    engine_command.write_unit(folder, unit)
+    package, headers = Path(torch.__file__).parent, engine_command.python_headers()
+    preprocessing = [COMPILER, "-MM"]
+    command = engine_command.compilation(preprocessing, package, headers, unit, unit.with_suffix(".d"))
+    subprocess.run(command, check=True)
+    used = unit.with_suffix(".d").read_text()
+    assert f"{folder}/autograd/engine.cpp" in used
+    assert f"{folder}/autograd/../common/dtypes.h" in used
 
 
 def fake_compiler(tmp_path: Path, script: str) -> str:
@@ -131,7 +149,10 @@ def test_the_wheel_fits_every_python_of_its_platform(tmp_path: Path) -> None:
         assert run_installed(tmp_path, TRAINS) == "None"
         # A module that was built for another torch has another name and is not loaded.
         native.rename(native.with_name(native.name.replace("torch-", "torch-9.")))
-        assert f"{native.name} does not exist" in run_installed(tmp_path, TRAINS)
+        assert f"none is installed for torch {torch.__version__}" in run_installed(tmp_path, TRAINS)
+        assert_has_engine_sources(tmp_path / "installed" / "fusedacc" / "csrc")
+        if sweeps.FULL:
+            assert run_installed(tmp_path, TRAINS, FUSEDACC_BUILD=None) == "None"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -194,29 +215,73 @@ print(library.load_error())
 WHY_NOT = "from fusedacc.kernels import native_module; print(native_module.why_not())"
 
 
+def describe_installation(package: Path, source: Path | None) -> None:
+    """Write the files in which pip records that it has installed the package from a folder or an archive."""
+    folder = package / "fusedacc-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: fusedacc\nVersion: 0.1.0\n")
+    if source is not None:
+        kind = {"dir_info": {}} if source.is_dir() else {"archive_info": {}}
+        (folder / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), **kind}))
+
+
 @pytest.mark.skipif(native_module.loaded() is None, reason="no native code")
-@pytest.mark.parametrize("command", ["python setup.py", "pip install"])
-def test_what_a_message_tells_to_run_builds_what_is_missing(tmp_path: Path, command: str) -> None:
-    """A message in a checkout names its folder. The message of a wheel asks for a checkout."""
+@pytest.mark.parametrize("installed", ["checkout", "copy", "folder", "sdist"])
+def test_what_a_message_tells_to_run_builds_what_is_missing(tmp_path: Path, installed: str) -> None:
+    """The message fits how the package was installed. A copy of the package knows nothing of its sources."""
     checkout = package = copy_sources(tmp_path)
-    if command == "pip install":
+    if installed != "checkout":
         # Do not import pip: setuptools would no longer replace distutils in this process, as Inductor needs.
         if not any(importlib.metadata.distributions(name="pip")):
             pytest.skip("this case runs pip, and pip is not installed")
         package = tmp_path / "installed"
         shutil.copytree(checkout / "fusedacc", package / "fusedacc")
+    if installed == "folder":
+        describe_installation(package, checkout)
+    elif installed == "sdist":
+        unpack_sdist(checkout, tmp_path / "unpacked")
+        describe_installation(package, *(checkout / "dist").iterdir())
     missing = run_installed(tmp_path, WHY_NOT, package.name)
     assert "libfusedacc.so does not exist" in missing
-    where, said = missing.split(". Then run in ")[1].split(": ")
-    assert where == ("a checkout of fusedacc" if command == "pip install" else str(checkout))
-    assert said.startswith(command)
-    words = [sys.executable, *(["-m", "pip"] if command == "pip install" else []), *shlex.split(said)[1:]]
-    words += ["--upgrade", "--target", package] if command == "pip install" else []
+    where, said = missing.split(". Then run")[1].split(": ")
+    assert where.strip() == {"checkout": f"in {checkout}", "copy": "in a checkout of fusedacc"}.get(
+        installed, ""
+    )
+    program, *arguments = shlex.split(said)
+    words = [sys.executable, *(["-m", "pip"] if program == "pip" else []), *arguments]
+    words += ["--upgrade", "--target", package] if program == "pip" else []
     variables = {"CXX": fake_compiler(tmp_path, COPIES), "FORCE_CUDA": "0"}
-    subprocess.run(words, cwd=checkout, env={**os.environ, **variables}, check=True, capture_output=True)
+    folder = checkout if where else tmp_path
+    subprocess.run(words, cwd=folder, env={**os.environ, **variables}, check=True, capture_output=True)
     assert run_installed(tmp_path, WHY_NOT, package.name) == "None"
-    (package / "fusedacc" / native_module.file_name()).unlink()
-    assert run_installed(tmp_path, WHY_NOT, package.name).endswith(f". To build it, run in {where}: {said}")
+
+
+FROM_AN_INDEX = "--no-cache-dir --no-binary fusedacc fusedacc==0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        (None, FROM_AN_INDEX),
+        ({"url": "file:///gone/dist/fusedacc-0.1.0-py3-none-any.whl", "archive_info": {}}, "in a checkout"),
+        ({"url": "file:///gone/checkout", "dir_info": {}}, "in a checkout"),
+        (
+            {"url": "https://host/fusedacc.tar.gz", "archive_info": {}},
+            "--no-cache-dir https://host/fusedacc.t",
+        ),
+        (
+            {"url": "https://host/fusedacc.git", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}},
+            "git+https://host/fusedacc.git@0123abc",
+        ),
+    ],
+)
+def test_messages_name_where_pip_got_the_package(tmp_path: Path, monkeypatch, origin, said: str) -> None:
+    describe_installation(tmp_path, None)
+    if origin is not None:
+        (tmp_path / "fusedacc-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr(installation, "FOLDER", tmp_path / "fusedacc")
+    assert said in installation.how_to_build()
+    assert "pip install --no-build-isolation --no-deps --force-reinstall" in installation.how_to_build()
 
 
 #: A source whose object holds the names of everything that it was compiled with.
@@ -233,13 +298,14 @@ platform.python_version = lambda: {!r}
 def small_project(folder: Path) -> None:
     """Write a library and a module of one file each, and the libraries of torch that they are linked with."""
     shutil.copy(ROOT / "setup.py", folder)
+    (folder / "fusedacc" / "kernels").mkdir(parents=True)
+    shutil.copy(ROOT / "fusedacc/kernels/engine_command.py", folder / "fusedacc/kernels")
     module, libraries = folder / "csrc" / "autograd", folder / "site" / "torch" / "lib"
     for new in (
         module,
         libraries,
         folder / "site" / "torch" / "include",
         folder / "python",
-        folder / "fusedacc",
     ):
         new.mkdir(parents=True)
     (folder / "csrc" / "library.cpp").write_text(SOURCE.format("TORCH COMPILER"))
