@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from build_cache import cached, contents, version_of
 from mutant import Mutant
-from torch.utils.cpp_extension import include_paths, library_paths
+from torch.utils.cpp_extension import include_paths
+
+from fusedacc.kernels import engine_command
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Folders to copy, because a mutant may change them or because their files look for the root. All others
@@ -21,15 +23,8 @@ COPIED = ("csrc", "fusedacc", "tests")
 #: The folder of the native module's sources.
 MODULE = "csrc/autograd"
 COMPILER = "c++"
-FLAGS = (
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-std=c++20",
-    "-O0",
-    "-DTORCH_EXTENSION_NAME=_autograd",
-    "-DTORCH_API_INCLUDE_EXTENSION_H",
-)
-LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+#: The engine's flags, but without optimization and warnings.
+FLAGS = ("-O0", *(flag for flag in engine_command.FLAGS if flag not in ("-O2", *engine_command.WARNINGS)))
 
 
 def files(root: Path, mutant: Mutant) -> list[Path]:
@@ -75,9 +70,7 @@ def _compile_module(copy: Path, changed: Path) -> None:
     else:
         objects = [_compile(sources, copy)]
     module = next((copy / "fusedacc").glob(f"_autograd.torch-{torch.__version__}.*.so"))
-    folders = [f"-L{path}" for path in library_paths()]
-    libraries = [f"-l{name}" for name in LIBRARIES]
-    command = [COMPILER, "-shared", *map(str, objects), *folders, *libraries, "-o", str(module)]
+    command = engine_command.link([COMPILER], Path(torch.__file__).parent, objects, module)
     subprocess.run(command, check=True)
 
 

@@ -25,7 +25,10 @@ from .checks import switch
 #: "0": wrappers have no native engine; "1": raise if it is missing; "" or not set: use it if it exists.
 VARIABLE = "FUSEDACC_ENGINE"
 #: What is lost without the engine.
-LOST = "autograd stores each gradient in p.grad before fusedacc adds it, so nothing is saved"
+LOST = (
+    "autograd stores each gradient in p.grad before fusedacc adds it, so nothing is saved, and sink() "
+    "returns None"
+)
 
 
 def file_name() -> str:
