@@ -243,13 +243,6 @@ MUTANTS = (
         f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
-        "a scale of another stream is used again",
-        ENGINE,
-        "!backward->product || backward->product->stream != stream ||",
-        "!backward->product ||",
-        PROGRAMS,
-    ),
-    Mutant(
         "a scale on another device is given to a kernel",
         ENGINE,
         " ||\n         !(scale.on_host() || scale.tensor.device() == *slot.device)",
@@ -262,13 +255,6 @@ MUTANTS = (
         "!gradients.is_cpu() || !slot->device->is_cpu()",
         "false",
         f"tests/cuda/test_rows_cuda.py {PROGRAMS}",
-    ),
-    Mutant(
-        "Python's backward pass ends without a wait",
-        CAPTURE,
-        "        self._complete()\n        self.engine.join()\n",
-        "        self._complete()\n        self.engine.flush()\n",
-        f"{NATIVE} {PROGRAMS}",
     ),
     Mutant(
         "nodes stay on the stream on which the wrapper was made",
