@@ -5,12 +5,14 @@
 Several *lives* run in turns. In each life, a small model trains with one wrapper, while random events happen:
 new input shapes, moves, casts, freezes, exceptions, discards, checkpoints, copies. Then both are dropped, and
 the next life has another loop, dtype and wrapper. Between lives, the live Python objects of each type, the
-bytes of tensors and the resident memory must be what they were after the first lives.
+bytes of tensors, the allocated memory and the resident memory must be what they were after the first lives.
+Needs glibc.
 """
 
 import argparse
 import collections
 import copy
+import ctypes
 import gc
 import io
 import os
@@ -36,8 +38,10 @@ WARM_UP = 60
 CHECKS = 10
 #: Objects of a type of Python's that may be added: the counts themselves are such objects.
 OTHER_OBJECTS = 10
-#: Bytes of resident memory that may be added, because allocators keep and split memory.
-SLACK = 24 << 20
+#: Bytes that may be added to the allocated memory, by caches.
+ALLOCATED_SLACK = 2 << 20
+#: Bytes that may be added to the resident memory, because the allocator keeps and splits memory.
+RESIDENT_SLACK = 24 << 20
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -208,12 +212,33 @@ EVENTS: tuple[Callable[[Life], None], ...] = (
 )
 
 
+class Mallinfo(ctypes.Structure):
+    """The result of glibc's `mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
+            "keepcost",
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that `malloc` has given and that were not freed."""
+    mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo.restype = Mallinfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
 @dataclass
 class Counts:
-    """What is alive: objects by type, the bytes of tensors, and the bytes of resident memory."""
+    """What is alive: objects by type, and the bytes of tensors, of `malloc` and of resident memory."""
 
     objects: collections.Counter[str]
     tensor_bytes: int
+    allocated: int
     resident: int
 
     @classmethod
@@ -228,7 +253,7 @@ class Counts:
             if issubclass(kind, Tensor):
                 tensor_bytes += each.untyped_storage().nbytes()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(objects, tensor_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
+        return cls(objects, tensor_bytes, allocated_bytes(), pages * os.sysconf("SC_PAGE_SIZE"))
 
     def difference(self, begin: "Counts") -> list[str]:
         """Return what is alive now beyond what was alive at the beginning."""
@@ -239,8 +264,10 @@ class Counts:
         ]
         if self.tensor_bytes > begin.tensor_bytes:
             more.append(f"{self.tensor_bytes - begin.tensor_bytes} bytes of tensors")
-        if self.resident > begin.resident + SLACK:
-            more.append(f"{(self.resident - begin.resident) >> 20} MiB of resident memory")
+        if self.allocated > begin.allocated + ALLOCATED_SLACK:
+            more.append(f"{self.allocated - begin.allocated:,} bytes of allocated memory")
+        if self.resident > begin.resident + RESIDENT_SLACK:
+            more.append(f"{self.resident - begin.resident:,} bytes of resident memory")
         return more
 
 
@@ -255,6 +282,8 @@ def main() -> int:
     if lives < WARM_UP + CHECKS:
         parser.error(f"NUMBER={options.number}; allowed: {LIFE * (WARM_UP + CHECKS)} or more")
     torch.set_num_threads(1)
+    # oneDNN keeps the programs of a thousand shapes, which would fill its cache for hours.
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
     warnings.simplefilter("ignore")  # of what the events do to training
     checked = {WARM_UP + (lives - WARM_UP) * index // CHECKS for index in range(CHECKS + 1)}
     began, start = time.monotonic(), None
@@ -266,8 +295,8 @@ def main() -> int:
             seconds = time.monotonic() - began
             print(
                 f"{life * LIFE:>9,} micro-batches, {seconds:.0f} s: {counts.objects.total():,} objects, "
-                f"{counts.tensor_bytes:,} bytes of tensors, {counts.resident >> 20} MiB resident"
-                + "".join(f"; more: {each}" for each in more),
+                f"{counts.tensor_bytes:,} bytes of tensors, {counts.allocated / 2**20:.1f} MiB allocated, "
+                f"{counts.resident / 2**20:.1f} MiB resident" + "".join(f"; more: {each}" for each in more),
                 flush=True,
             )
         if life < lives:
