@@ -30,6 +30,8 @@ from torch import Tensor, nn
 import fusedacc
 
 WIDTH, ROWS = 16, 12
+#: Numbers of rows in a micro-batch. They are few, because PyTorch compiles and keeps programs for each.
+SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
 #: Micro-batches of a life, and the part of them before which an event happens.
 LIFE, EVENT_SHARE = 400, 0.05
 #: Lives after which the counts begin: caches of Python, PyTorch and the allocator are full then.
@@ -115,7 +117,7 @@ class Life:
     # Events
 
     def change_shape(self) -> None:
-        self.size = self.rng.randint(1, 40)
+        self.size = self.rng.choice(SIZES)
 
     def move(self) -> None:
         """Give the parameters new memory, as a move to another device does."""

@@ -39,8 +39,8 @@ bool leaf_has_post_hook(const at::Tensor& leaf) {
   return node != nullptr && has_post_hook(*node);
 }
 
-// Sets `grad_dtype` of a leaf that is None. It follows the leaf's dtype after later casts if it did so before it
-// was set to None. Setting it in Python would end that.
+// Sets `grad_dtype` of a leaf that is None. It follows the leaf's dtype after later casts if it did so before
+// it was set to None. Setting it in Python would end that.
 void restore_grad_dtype(const at::Tensor& leaf, at::ScalarType dtype) {
   std::optional<at::ScalarType>& set_by_user =
       torch::autograd::impl::materialize_autograd_meta(leaf)->grad_dtype_;
