@@ -126,6 +126,11 @@ csrc/autograd: tests/nn/test_sink_threads.py
 -  const Lock lock(mutex_);
 -  if (left.dim() != 2
 +  if (left.dim() != 2
+fusedacc/accumulators/accumulators.py: tests/optimizer/test_reading_threads.py
+# a thread counts accumulators while another one replaces them
+-        with self.passes.lock:  # a backward pass replaces accumulators without Python's global lock
+-            return self._count_bytes()
++        return self._count_bytes()
 """
         ),
     ),
