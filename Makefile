@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter instead of a virtual environment, and no network.
 .DEFAULT_GOAL := help
-.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations lint format docs wheel test-versions bench bench-full bench-integrations figures memory-figures rounding-figures head-figures machine-code clean
+.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-sanitized soak test-integrations lint format docs wheel test-versions bench bench-full bench-integrations figures memory-figures rounding-figures head-figures machine-code clean
 
 # `tests` holds the packages `emulation` and `machine_code`.
 WITH_TESTS = tests$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -49,7 +49,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Spinning OpenMP threads make the tests ten times slower on a busy machine.
-demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-integrations: export OMP_WAIT_POLICY ?= passive
+demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-sanitized soak test-integrations: export OMP_WAIT_POLICY ?= passive
 # The frameworks' models are so small that a second thread makes them slower.
 test-integrations: export OMP_NUM_THREADS ?= 1
 
@@ -133,6 +133,12 @@ test-gpu-mutants: $(BUILT_CUDA)  ## put bugs into copies of the GPU code: tests 
 
 rehearse-gpu-run: $(BUILT_CUDA)  ## run benchmarks/gpu_run.sh on the emulated GPU, with the smallest sizes (REHEARSE=first runs one part)
 	PYTHONPATH=$(WITH_TESTS) $(PYTHON) -m emulation.rehearsal $(REHEARSE)
+
+test-sanitized: $(DEPENDENCIES)  ## compile the engine and the CPU kernels with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, run tests, and plant faults (SANITIZED=... passes options)
+	$(PYTHON) tests/sanitized.py $(SANITIZED)
+
+soak: $(BUILT)  ## train on a million micro-batches with random events: memory and live objects must stay (SOAK="100000 --seed 5" is shorter)
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/soak.py $(SOAK)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integrations with the frameworks, in the second environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)

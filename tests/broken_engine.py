@@ -135,8 +135,8 @@ tests/nn/test_native_functions.py
 -!backward->in_python && backwards_.size() == 1
 +backwards_.size() == 1
 # what autograd has stored between micro-batches stays in p.grad
--plan_ && !is_unexpected && 
-+plan_ && 
+-!plan_ || is_unexpected || (
++!plan_ || (
 # Python ends every backward pass of a manual loop
 -is_unexpected = !sums_->always_exposed && any_gradient()
 +is_unexpected = any_gradient()

@@ -338,5 +338,9 @@ fusedacc/nn: tests/nn/test_head.py -k does_not_mix
 # a head's bias of another dtype is cast in silence
 -or (len(operand_dtypes) > 1 and not autocasts)
 +or (input.dtype != dtype and not autocasts)
+fusedacc/kernels: tests/optimizer/test_lifetime.py -k follow
+# after close(), gradients keep the dtype that the model had then
+-        module.restore_grad_dtype(leaf, dtype)
++        leaf.grad_dtype = dtype
 """
 )

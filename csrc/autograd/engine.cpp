@@ -462,12 +462,13 @@ void Engine::finish(const std::shared_ptr<BackwardPass>& backward) {
       const bool is_done = with_gil([&] {
         // A parameter may have got another node, without our hook.
         const bool is_unexpected = !sums_->always_exposed && any_gradient();
-        return plan_ && !is_unexpected && (!is_last() || publish());
+        if (!plan_ || is_unexpected || (is_last() && !publish())) return false;
+        window_->ran = true;
+        return true;
       });
       if (is_done) {
         queue_.forget();
         backwards_.erase(found);
-        window_->ran = true;
         return;
       }
     }

@@ -39,6 +39,16 @@ bool leaf_has_post_hook(const at::Tensor& leaf) {
   return node != nullptr && has_post_hook(*node);
 }
 
+// Sets `grad_dtype` of a leaf that is None. It follows the leaf's dtype after later casts if it did so before
+// it was set to None. Setting it in Python would end that.
+void restore_grad_dtype(const at::Tensor& leaf, at::ScalarType dtype) {
+  std::optional<at::ScalarType>& set_by_user =
+      torch::autograd::impl::materialize_autograd_meta(leaf)->grad_dtype_;
+  const std::optional<at::ScalarType> former = set_by_user;
+  leaf.set_grad_dtype(dtype);
+  set_by_user = former;
+}
+
 // An optional tensor in Python is a tensor that may be undefined here.
 template <class Class>
 auto tensor_property(at::Tensor Class::* member) {
@@ -252,5 +262,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define_engine(module);
   define_functions(module);
   module.def("has_post_hook", &leaf_has_post_hook);
+  module.def("restore_grad_dtype", &restore_grad_dtype);
   define_attribute(module.ptr());
 }

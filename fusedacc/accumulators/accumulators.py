@@ -191,10 +191,14 @@ class Accumulators:
     def nbytes(self) -> int:
         """The bytes of all accumulators, and of the buckets that are all-reduced.
 
-        Any thread may read this, so p.grad is not read: torch replaces it without Python's global lock. An
+        Any thread may read this, so p.grad is not read: torch replaces it without a lock that we know. An
         accumulator in p.grad counts until fusedacc removes it. Gradients that only autograd has added up in
         p.grad do not count.
         """
+        with self.passes.lock:  # a backward pass replaces accumulators without Python's global lock
+            return self._count_bytes()
+
+    def _count_bytes(self) -> int:
         total = 0
         buckets = {_memory_of(slot.segment.memory) for slot in self.slots if slot.segment is not None}
         for slot in list(self.slots):

@@ -166,8 +166,8 @@ class Slot(engine.Slot):
             self.widened = False
             gradient = param.grad
             param.grad = None
-            if param.grad_dtype is None:  # else the user has set it since
-                param.grad_dtype = self.cleared_grad_dtype
+            if param.grad_dtype is None and self.cleared_grad_dtype is not None:  # else the user has set it
+                native_module.restore_grad_dtype(param, self.cleared_grad_dtype)
             if gradient is not None:
                 param.grad = gradient.to(param.grad_dtype or gradient.dtype)
 

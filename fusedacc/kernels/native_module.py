@@ -128,3 +128,15 @@ def has_post_hook(leaf: Tensor) -> bool:
     """Return whether a hook runs after the AccumulateGrad node of a leaf; True if C++ is unavailable."""
     module = loaded()
     return module is None or module.has_post_hook(leaf)
+
+
+def restore_grad_dtype(leaf: Tensor, dtype: torch.dtype) -> None:
+    """Set the `grad_dtype` of a leaf from None back to its former value.
+
+    It follows the leaf's dtype after later casts if it did so before. Without the module it stays `dtype`.
+    """
+    module = loaded()
+    if module is None:
+        leaf.grad_dtype = dtype
+    else:
+        module.restore_grad_dtype(leaf, dtype)

@@ -13,6 +13,8 @@ from loops import LOW, assert_gradients, expected, failing, gradients, identical
 from loops import cleared_micro_batch as micro_batch
 from torch import nn
 
+from fusedacc.kernels import native_module
+
 #: Keeps a wrapper until after Python has emptied the package's modules, as libraries that list modules do.
 KEPT_UNTIL_EXIT = """
 import os, sys
@@ -150,6 +152,26 @@ def test_after_close_model_and_wrapper_work_as_stock(steps, dtype):
     second = wrap(model, 1)
     micro_batch(model, second)
     assert (second.num_updates, optimizer.num_updates) == (1, updates)
+
+
+@pytest.mark.skipif(not native_module.loaded(), reason="without the engine, `grad_dtype` stays as it was")
+@pytest.mark.parametrize("between", [LOW, torch.float64])
+@pytest.mark.parametrize("chosen", [None, LOW])
+def test_after_close_gradients_follow_a_cast_of_the_model(chosen, between):
+    model, twin = network(LOW), network(LOW)
+    for p in (*model.parameters(), *twin.parameters()) if chosen else ():
+        p.grad_dtype = chosen
+    optimizer = wrap(model)
+    for each in (model, twin):
+        each.to(between)
+    loss_of(model).backward()
+    optimizer.close()
+    model.zero_grad()
+    for each in (model, twin):
+        each.float()
+        loss_of(each).backward()
+    assert identical(gradients(model), gradients(twin))
+    assert [p.grad_dtype for p in model.parameters()] == [chosen or torch.float32] * 4
 
 
 @pytest.mark.parametrize("hooks", ["native", "python"])

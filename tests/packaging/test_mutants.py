@@ -1,16 +1,24 @@
-"""The mutants of `make test-mutants` can be made, and their tests exist."""
+"""The mutants of `make test-mutants` and the other targets can be made, and their tests exist."""
 
 import mutants
+import sanitized
 from emulation import mutants as of_gpu
 from emulation import run as emulation
 from emulation import unsupported
 from mutant_copies import ROOT, occurrences
 
-MUTANTS = (*mutants.MUTANTS, *of_gpu.MUTANTS)
+FAULTS = [fault for kind in sanitized.KINDS.values() for fault in kind.faults]
+MUTANTS = (*mutants.MUTANTS, *of_gpu.MUTANTS, *FAULTS)
 
 
 def test_the_text_of_every_mutant_occurs_once():
     assert {m.name: occurrences(m) for m in MUTANTS if occurrences(m) != 1} == {}
+
+
+def test_tests_of_every_sanitizer_exist():
+    listed = {part for kind in sanitized.KINDS.values() for part in kind.tests}
+    paths = [part.split("=")[-1].split("::")[0] for part in listed]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_tests_of_every_mutant_exist():
