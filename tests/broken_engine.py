@@ -334,6 +334,9 @@ csrc/autograd: tests/optimizer/test_lifetime.py
 -return found && found->node == node_ ? found
 +return found ? found
 csrc/autograd: tests/distributed/test_data_parallel.py tests/distributed/test_saves.py
+# the wrapper's own ranks count as a reducer outside
+-slot.may_be_reduced_outside && node != nullptr
++node != nullptr
 # the backward passes of a micro-batch are counted in the next one too
 -    num_backwards = 0;
 -    deferred = false;
@@ -371,9 +374,6 @@ tests/optimizer/test_middle_of_window.py
 -  if (!parameter.requires_grad()) return Reason::kFrozen;
 # a reducer outside sees no gradient
 -  if (slot.may_be_reduced_outside && node != nullptr && has_post_hook(*node)) return Reason::kHookAfterNode;
-# the wrapper's own ranks count as a reducer outside
--slot.may_be_reduced_outside && node != nullptr
-+node != nullptr
 # post-accumulate hooks see no gradient
 -  if (has_post_accumulate_hook(parameter)) return Reason::kPostAccumulateHook;
 # kernels add what only plain torch can add

@@ -51,6 +51,20 @@ def test_a_backward_that_fails_after_a_module_has_written_taints_the_window(laye
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_anomaly_detection_finds_a_gradient_that_is_nan_as_in_pytorch():
+    """Only the gradient of the weight is NaN: a row of NaNs gets a gradient of zeros."""
+    x = torch.ones(3, 5)
+    x[2] = torch.nan
+    for net in nets(nn.Linear(5, 4)):
+        for _ in range(3):
+            net(torch.ones(3, 5)).sum().backward()
+        with torch.autograd.detect_anomaly(check_nan=True):
+            loss = net(x)[:2].sum()
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                loss.backward()
+
+
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (1, 1), (1, 3), (3, 1)])
 @pytest.mark.parametrize("shape", [(), (2,), (0,), (2, 2), (2, 0)])
 def test_layers_without_features_and_inputs_without_rows(sizes, shape):
