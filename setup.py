@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -68,18 +68,8 @@ VECTOR_FLAGS = {
 VECTOR_FLAGS["cpu/loops_avx512_bf16.cpp"] = [*VECTOR_FLAGS["cpu/loops_avx512.cpp"], "-mavx512bf16"]
 
 
-def load_engine_command() -> ModuleType:
-    """Load the commands that compile the native engine, without the package, which needs torch."""
-    file = ROOT / "fusedacc" / "kernels" / "engine_command.py"
-    spec = importlib.util.spec_from_file_location("engine_command", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-engine_command = load_engine_command()
+#: The commands that compile the native engine. They are loaded by path, because the package needs torch.
+engine_command = SimpleNamespace(**runpy.run_path(str(ROOT / "fusedacc" / "kernels" / "engine_command.py")))
 
 
 def find_nvcc() -> str | None:

@@ -20,11 +20,11 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import hashlib
-import importlib.util
 import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -34,6 +34,7 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import old_glibc
 import torch
@@ -49,11 +50,7 @@ PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
 #: Libraries that the wheel uses and does not contain.
 PYTORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
 COMMANDS = ROOT / "fusedacc" / "kernels" / "engine_command.py"
-spec = importlib.util.spec_from_file_location("engine_command", COMMANDS)
-assert spec is not None
-assert spec.loader is not None
-engine_command = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(engine_command)
+engine_command = SimpleNamespace(**runpy.run_path(str(COMMANDS)))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mutant_copies import files
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = ROOT / "build" / "sanitized"
-#: What a copy has of its own. All other files of the root become links.
+#: What is copied. All other files of the root become links.
 COPIED = ("csrc", "fusedacc", "tests", "setup.py")
 SUPPRESSIONS = ROOT / "tests" / "sanitizer_suppressions.txt"
 COMPILER = "g++"

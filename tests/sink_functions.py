@@ -7,6 +7,16 @@ from torch.nn import functional as F
 import fusedacc
 
 
+def write_product(sink: fusedacc.Sink, left: Tensor, right: Tensor) -> None:
+    """Add left^T right to a sum by a kernel in `write`."""
+    with sink.write() as (accumulator, scale, beta):
+        gradient = scale * (left.t() @ right).to(accumulator.dtype)
+        if beta == 0.0:
+            accumulator.copy_(gradient)
+        else:
+            accumulator.mul_(beta).add_(gradient)
+
+
 class Product(torch.autograd.Function):
     """x @ weight.T, by `add_product`."""
 
@@ -34,12 +44,7 @@ class Written(Product):
         sink = fusedacc.sink(weight)
         if sink is None:
             return grad @ weight, grad.t() @ x
-        with sink.write() as (accumulator, scale, beta):
-            gradient = scale * (grad.t() @ x).to(accumulator.dtype)
-            if beta == 0.0:
-                accumulator.copy_(gradient)
-            else:
-                accumulator.mul_(beta).add_(gradient)
+        write_product(sink, grad, x)
         return grad @ weight, None
 
 

@@ -4,7 +4,7 @@ Note [main_grad]
 Megatron-Core, TransformerEngine, Apex and others add a weight's gradient to `weight.main_grad` inside their
 backward. Then they return no gradient, or a dummy gradient and set `weight.grad_added_to_main_grad`. They
 call no code of fusedacc before they add, and may be the first that run in a backward pass. So these rules
-hold for such a sum:
+hold for the sum:
 
 - It is the same memory as long as the wrapper lives, and holds zeros when a window begins.
 - Its scale is 1 while modules may add. So gradients are added as they are, and the sums are divided when

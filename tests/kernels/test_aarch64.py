@@ -65,7 +65,7 @@ def test_the_kernels_compile_without_warnings(monkeypatch, tmp_path: Path) -> No
 def test_the_engine_compiles_without_warnings(tmp_path: Path) -> None:
     headers = engine_command.python_headers()
     if not (headers / "Python.h").exists():
-        pytest.skip(f"Python.h is not in {headers}")
+        pytest.skip(f"the engine includes Python.h, which is not in {headers}: install Python's headers")
     unit = tmp_path / "engine.cpp"
     engine_command.write_unit(SOURCES, unit)
     package = Path(torch.__file__).parent

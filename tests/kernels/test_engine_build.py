@@ -26,7 +26,7 @@ case "$*" in *-shared*) cp "{ENGINE}" "$target" ;; *) : > "$target" ;; esac
 
 
 class Installed:
-    """A copy of the package without an engine, a cache folder and a compiler of its own.
+    """A copy of the package without an engine, an empty cache folder, and a script in place of a compiler.
 
     Args:
         folder: an empty folder.
@@ -79,7 +79,7 @@ def test_the_engine_is_built_once_by_the_first_that_needs_it(installed):
     kernels = "import fusedacc, fusedacc.functional, fusedacc.traffic; fusedacc.audit\n"
     kernels += "with fusedacc.traffic.TrafficMeter(): pass"
     assert installed.run(kernels) == ("", "")
-    assert installed.calls() == 0  # nobody has needed the engine
+    assert installed.calls() == 0  # the program makes no wrapper
     said, line = installed.run()
     assert said == "None"
     assert installed.calls() == 2  # to compile and to link

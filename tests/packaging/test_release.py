@@ -65,7 +65,7 @@ def test_a_library_for_an_older_glibc_names_no_newer_version_and_runs(tmp_path: 
 @needs_tools
 def test_what_only_a_newer_glibc_has_is_an_error(tmp_path: Path) -> None:
     if not Path("/usr/include/x86_64-linux-gnu/sys/single_threaded.h").exists():
-        pytest.skip("this glibc is older than 2.32")
+        pytest.skip("this glibc is older than 2.32, so it has no symbol __libc_single_threaded to find")
     with pytest.raises(SystemExit, match=r"needs a glibc newer than 2\.28 for: __libc_single_threaded"):
         build_wheel.check_no_newer_symbols(link(tmp_path, NEWER))
 
