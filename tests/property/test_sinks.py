@@ -106,9 +106,8 @@ def spread_of_terms(gradient: Tensor) -> Tensor:
 def test_training_with_sinks_equals_stock(seed, monkeypatch):
     case, make = without_same_bits(random_case(seed)), wrapping(seed)
     low = is_low(case)
-    ways = (
-        (add, write_product) if low else (add_product, add, write_product)
-    )  # add_product() rounds nothing to the dtype
+    # `add_product` rounds nothing to the parameter's dtype.
+    ways = (add, write_product) if low else (add_product, add, write_product)
     way = ways[seed % len(ways)]
     if low and adds_up(case):  # a loop that rounds each sum is no oracle
         monkeypatch.setattr(fusedacc, "sink", lambda weight: None)
