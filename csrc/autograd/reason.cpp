@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "hook.h"
 
@@ -44,9 +43,7 @@ Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::au
 }
 
 Reason reason_for(const Slot& slot) {
-  const at::Tensor& parameter = slot.parameter();
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  return reason_for(slot, parameter, node.get());
+  return reason_for(slot, slot.parameter(), slot.node);
 }
 
 bool is_left_to_autograd(Reason reason) {
