@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .optimizer import AccumulatingOptimizer
 
 __all__ = ["AccumulatingOptimizer", "Sink", "amp", "audit", "functional", "nn", "sink"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Where public names are defined that are no modules of this package.
 _DEFINED_IN = {"AccumulatingOptimizer": "optimizer", "Sink": "nn", "audit": "auditing", "sink": "nn"}
