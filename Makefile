@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter instead of a virtual environment, and no network.
 .DEFAULT_GOAL := help
-.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-sanitized soak test-integrations lint format docs wheel test-versions bench bench-full bench-integrations figures memory-figures rounding-figures head-figures machine-code clean
+.PHONY: help environments build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants rehearse-gpu-run test-sanitized soak test-aarch64 test-integrations lint format docs wheel test-versions bench bench-full bench-integrations figures memory-figures rounding-figures head-figures machine-code clean
 
 # `tests` holds the packages `emulation` and `machine_code`.
 WITH_TESTS = tests$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -139,6 +139,9 @@ test-sanitized: $(DEPENDENCIES)  ## compile the engine and the CPU kernels with 
 
 soak: $(BUILT)  ## train on a million micro-batches with random events: memory and live objects must stay (SOAK="100000 --seed 5" is shorter)
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/soak.py $(SOAK)
+
+test-aarch64: $(DEPENDENCIES)  ## compile for aarch64, and run some tests on an emulated CPU (needs g++-aarch64-linux-gnu and qemu-user-static)
+	$(PYTHON) .ci/try_aarch64.py
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## run the tests of fusedacc.integrations with the frameworks, in the second environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)

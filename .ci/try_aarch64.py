@@ -1,14 +1,15 @@
 """Builds fusedacc for aarch64 and tries it on an emulated CPU.
 
-    python .ci/try_aarch64.py
+    make test-aarch64
 
 Needs `apt-get` and Debian's packages g++-aarch64-linux-gnu and qemu-user-static. Installs nothing: Debian's
 Python and libraries for arm64 are unpacked into build/aarch64, and pip puts PyTorch beside them. This is the
-oldest PyTorch that fusedacc supports, because its wheel for aarch64 has no CUDA.
+oldest PyTorch that fusedacc supports, because its wheel for aarch64 has no CUDA. Later runs use them again;
+remove build/aarch64 after an interrupted one.
 
 The emulated Python runs setup.py, which calls the cross compiler at full speed. Then it runs `info`,
-`try_wheel.py`, and the tests of the kernels and of the engine. All of it takes about 15 minutes. The emulator orders
-memory accesses as an x86 CPU does, so it cannot find a missing barrier.
+`try_wheel.py`, and tests of the kernels and of the engine. The emulator orders memory accesses as an x86 CPU
+does, so it cannot find a missing barrier.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from try_versions import oldest_torch
+from try_versions import copy_tracked, oldest_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "aarch64"
@@ -27,6 +28,8 @@ FOLDER = ROOT / "build" / "aarch64"
 SYSTEM, SITE = FOLDER / "system", FOLDER / "site-packages"
 #: A copy of the repository, which is built.
 CHECKOUT = FOLDER / "checkout"
+#: A script that runs the emulated Python.
+PYTHON = FOLDER / "python"
 COMPILER = "aarch64-linux-gnu-g++"
 DEBIAN = ("python3", "libpython3-dev", "libstdc++6", "libgomp1")
 #: What PyTorch imports, and what the tests need.
@@ -36,7 +39,6 @@ PLATFORMS = ("manylinux_2_28_aarch64", "manylinux2014_aarch64")
 TESTS = (
     "tests/kernels/test_native_ops.py",
     "tests/kernels/test_rows.py",
-    "tests/kernels/test_matmul.py",
     "tests/autograd/test_engine.py",
     "tests/nn/test_native_functions.py",
 )
@@ -74,13 +76,21 @@ def install_system() -> None:
     shutil.rmtree(apt)
 
 
-def python() -> Path:
-    """Return the emulated Python, with its version in its name."""
+def real_python() -> Path:
+    """Return the Python to emulate, with its version in its name."""
     return (SYSTEM / "usr" / "bin" / "python3").resolve()
 
 
+def write_script(emulator: str) -> None:
+    """Write the script, and let Python start other processes with it."""
+    command = f'exec {emulator} -L {SYSTEM} {real_python()} "$@"'
+    PYTHON.write_text(f"#!/bin/sh\nexport PYTHONPATH={SITE}\n{command}\n")
+    PYTHON.chmod(0o755)
+    (SITE / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {str(PYTHON)!r}\n")
+
+
 def install_packages() -> None:
-    version = python().name.removeprefix("python")
+    version = real_python().name.removeprefix("python")
     options = ["--quiet", "--target", SITE, "--only-binary=:all:", "--python-version", version]
     options += [word for name in PLATFORMS for word in ("--platform", name)]
     pip = [sys.executable, "-m", "pip", "install", *options]
@@ -88,33 +98,25 @@ def install_packages() -> None:
     run(*pip, *PACKAGES)
 
 
-def emulate(emulator: str, *arguments: str | Path, **variables: str) -> None:
-    """Run the emulated Python."""
-    run(emulator, "-L", SYSTEM, python(), *arguments, PYTHONPATH=str(SITE), **variables)
-
-
 def main() -> None:
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or shutil.which(COMPILER) is None:
         raise SystemExit("install g++-aarch64-linux-gnu and qemu-user-static")
     shutil.rmtree(CHECKOUT, ignore_errors=True)
-    tracked = ("git", "ls-files", "-z")
-    listed = subprocess.run(tracked, cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        (CHECKOUT / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, CHECKOUT / name)
+    copy_tracked(CHECKOUT)
     if not SYSTEM.exists():
         install_system()
     if not SITE.exists():
         install_packages()
+    write_script(emulator)
     headers = str(SYSTEM / "usr" / "include")  # pyconfig.h is in a folder of this one
     build = ("setup.py", "--quiet", "build_ext", "--inplace")
-    emulate(emulator, *build, CXX=COMPILER, FORCE_CUDA="0", CPLUS_INCLUDE_PATH=headers)
+    run(PYTHON, *build, CXX=COMPILER, FORCE_CUDA="0", CPLUS_INCLUDE_PATH=headers)
     shutil.rmtree(SITE / "fusedacc", ignore_errors=True)
     shutil.move(CHECKOUT / "fusedacc", SITE / "fusedacc")
-    emulate(emulator, "-m", "fusedacc", "info")
-    emulate(emulator, ".ci/try_wheel.py")
-    emulate(emulator, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    run(PYTHON, "-m", "fusedacc", "info")
+    run(PYTHON, ".ci/try_wheel.py")
+    run(PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
 
 
 if __name__ == "__main__":
