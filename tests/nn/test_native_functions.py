@@ -105,11 +105,12 @@ def test_with_the_eager_backend_only_operators_of_torch_run(layer, x):
 
 
 def test_an_output_is_allocated_once():
-    model, _optimizer, _twin = nets(nn.Linear(64, 256))
+    model, _optimizer, twin = nets(nn.Linear(64, 256))
     x = torch.randn(4, 8, 64)
-    model(x)
+    model(x), twin(x)
     outputs = []
-    assert allocated_by(lambda: outputs.append(model(x))) < 1.5 * 4 * 8 * 256 * 4
+    plain = allocated_by(lambda: twin(x))  # on aarch64 also a copy of the weight
+    assert allocated_by(lambda: outputs.append(model(x))) < plain + 0.5 * 4 * 8 * 256 * 4
     assert not outputs[0]._is_view()
 
 
