@@ -122,7 +122,7 @@ test: $(BUILT_CUDA)  ## run the tests, with a few hundred fixed random cases (TE
 test-full: $(BUILT_CUDA)  ## run the tests with thousands of random cases and every combination in their sweeps
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT_CUDA)  ## put about 200 bugs into copies of the package, one at a time: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## put about 500 bugs into copies of the package, one at a time: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-emulated-gpu: $(BUILT_CUDA)  ## run the GPU tests on an emulated GPU (EMULATED="--seed 5" repeats a run)
@@ -137,7 +137,7 @@ rehearse-gpu-run: $(BUILT_CUDA)  ## run benchmarks/gpu_run.sh on the emulated GP
 test-sanitized: $(DEPENDENCIES)  ## compile the engine and the CPU kernels with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, run tests, and plant faults (SANITIZED=... passes options)
 	$(PYTHON) tests/sanitized.py $(SANITIZED)
 
-soak: $(BUILT)  ## train on a million micro-batches with random events: memory and live objects must stay (SOAK="100000 --seed 5" is shorter)
+soak: $(BUILT)  ## train on a million micro-batches with random events: memory and the number of live objects must not grow (SOAK="100000 --seed 5" is shorter)
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/soak.py $(SOAK)
 
 test-aarch64: $(DEPENDENCIES)  ## compile for aarch64, and run some tests on an emulated CPU (needs g++-aarch64-linux-gnu and qemu-user-static)
@@ -171,10 +171,10 @@ wheel: $(DEPENDENCIES) $(WHEEL)  ## build the wheel and the source distribution 
 	CXX=no-compiler build/wheel-env/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt dist/*.tar.gz
 	cd build/wheel-env && bin/python ../../.ci/try_wheel.py
 	build/wheel-env/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
-	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
+	cd build/wheel-env && export FUSEDACC_CACHE=cache FUSEDACC_BUILD=0 FUSEDACC_ENGINE=1 FUSEDACC_BACKEND=cpu && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
 # Not part of .ci/run, because other versions of torch may install gigabytes of CUDA packages.
-test-versions: wheel  ## build the wheel and test it with the oldest and the newest torch (PYTHONS="python3.10 python3.13")
+test-versions:  ## test the wheel in dist/, and builds from the sources, with the oldest and the newest torch (PYTHONS="python3.10 python3.13")
 	$(BASE_PYTHON) .ci/try_versions.py dist/*.whl $(PYTHONS)
 
 bench: $(BUILT)  ## run the benchmarks: ten minutes on two cores; appends to benchmarks/results/results.csv (BENCH=... passes options)

@@ -25,6 +25,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,14 @@ def run(*command: str | Path, **variables: str) -> str:
     return done.stdout
 
 
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler. Raises SystemExit if there is none."""
+    found = engine_command.find_compiler()
+    if found is None:
+        raise SystemExit("no C++ compiler was found: install g++, or set CXX")
+    return [*found]
+
+
 def python_of(name: str) -> Python | None:
     """Return a Python on PATH, or None if it does not run or has no headers."""
     program = "from sysconfig import *; print(get_config_var('SOABI'), get_paths()['include'])"
@@ -156,11 +165,11 @@ def headers_of(version: str) -> PyTorch:
 
 
 def old_libraries() -> list[str]:
-    """Make what lets the wheel run on older systems. Return the linker's options."""
+    """Write the libraries of an older glibc, compile old_libraries.cpp, and return the linker's options."""
     folder = KEPT / f"glibc-{GLIBC}"
     old_glibc.write_all(folder, GLIBC)
     extra = folder / "old_libraries.o"
-    run("g++", "-std=c++17", "-O2", "-fPIC", "-c", ROOT / ".ci" / "old_libraries.cpp", "-o", extra)
+    run(*compiler(), "-std=c++17", "-O2", "-fPIC", "-c", ROOT / ".ci" / "old_libraries.cpp", "-o", extra)
     return [f"-L{folder}", "-Xlinker", "--no-as-needed", "-lpthread", "-ldl", "-lrt", str(extra)]
 
 
@@ -173,7 +182,8 @@ def build_from_sources(ldflags: list[str]) -> Path:
     for old in folder.iterdir():  # the objects in build/native are used again
         if old.name != "build":
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-    shutil.rmtree(folder / "build" / "lib", ignore_errors=True)
+    for old in (folder / "build").glob("lib*"):  # a wheel would contain what was deleted from the sources
+        shutil.rmtree(old)
     with tempfile.TemporaryDirectory(dir=KEPT) as unpacked:
         with tarfile.open(archive) as packed:
             packed.extractall(unpacked, filter="data")
@@ -182,7 +192,7 @@ def build_from_sources(ldflags: list[str]) -> Path:
             item.rename(folder / item.name)
     command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(KEPT / "plain")]
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES
-    variables = {"LDFLAGS": " ".join(ldflags), "TORCH_CUDA_ARCH_LIST": architectures}
+    variables = {"LDFLAGS": shlex.join(ldflags), "TORCH_CUDA_ARCH_LIST": architectures}
     variables["PYTHONWARNINGS"] = "ignore"  # of setuptools, which wants `build`
     shutil.rmtree(KEPT / "plain", ignore_errors=True)
     subprocess.run(command, cwd=folder, env={**os.environ, **variables}, check=True)
@@ -192,7 +202,7 @@ def build_from_sources(ldflags: list[str]) -> Path:
 
 def build_engine(pytorch: PyTorch, python: Python, ldflags: list[str]) -> Path:
     """Build an engine, unless an earlier run has built it from the same sources. Return its file."""
-    digest = hashlib.sha256(" ".join(ldflags).encode())
+    digest = hashlib.sha256("\0".join([*ldflags, run(*compiler(), "--version")]).encode())
     used = [Path(ldflags[-1]), COMMANDS, *engine_command.sources(ROOT / "csrc")]
     for path in used:
         digest.update(path.read_bytes())
@@ -202,13 +212,11 @@ def build_engine(pytorch: PyTorch, python: Python, ldflags: list[str]) -> Path:
     if not target.exists():
         print(f"building the engine for PyTorch {pytorch.version} and {python.name}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
-        compiler = engine_command.find_compiler()
-        assert compiler is not None
         unit, made, linked = (target.with_suffix(suffix) for suffix in (".cpp", ".o", ".new"))
         engine_command.write_unit(ROOT / "csrc", unit)
-        run(*engine_command.compilation(compiler, pytorch.folder, python.headers, unit, made))
-        # Any version's libraries do: the engine names them and nothing of them is checked here.
-        run(*engine_command.link(compiler, Path(torch.__file__).parent, [made], linked, ldflags))
+        run(*engine_command.compilation(compiler(), pytorch.folder, python.headers, unit, made))
+        # The libraries of any version will do: the linker only records their names.
+        run(*engine_command.link(compiler(), Path(torch.__file__).parent, [made], linked, ldflags))
         linked.rename(target)
     return target
 

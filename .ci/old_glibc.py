@@ -80,8 +80,10 @@ def write_all(folder: Path, newest: str) -> None:
             (folder / plain).unlink(missing_ok=True)
             (folder / plain).symlink_to(name)
         else:
-            pattern = rf"\S*/{re.escape(name)}\b"
-            (folder / plain).write_text(re.sub(pattern, str((folder / name).resolve()), text.decode()))
+            script = text.decode()
+            for path in set(re.findall(rf"\S*/{re.escape(name)}\b", script)):
+                script = script.replace(path, f'"{(folder / name).resolve()}"')
+            (folder / plain).write_text(script)
     for name in MERGED:
         write_library(folder / name, {})
         plain = name.rpartition(".")[0]

@@ -4,8 +4,7 @@
 
 Needs `apt-get` and Debian's packages g++-aarch64-linux-gnu and qemu-user-static. Installs nothing: Debian's
 Python and libraries for arm64 are unpacked into build/aarch64, and pip puts PyTorch beside them. This is the
-oldest PyTorch that fusedacc supports, because its wheel for aarch64 has no CUDA. Later runs use them again;
-remove build/aarch64 after an interrupted one.
+oldest PyTorch that fusedacc supports, because its wheel for aarch64 has no CUDA. Later runs use them again.
 
 The emulated Python runs setup.py, which calls the cross compiler at full speed. Then it runs `info`,
 `try_wheel.py`, and tests of the kernels and of the engine. The emulator orders memory accesses as an x86 CPU
@@ -15,6 +14,7 @@ does, so it cannot find a missing barrier.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +55,7 @@ def run(*command: str | Path, **variables: str) -> None:
 def install_system() -> None:
     """Download Debian's packages for arm64 with what they depend on, and unpack them."""
     apt = FOLDER / "apt"
+    shutil.rmtree(apt, ignore_errors=True)
     for folder in ("state/lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True)
     status = apt / "status"
@@ -71,8 +72,10 @@ def install_system() -> None:
     words = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     run(*words, "update")
     run(*words, "--download-only", "--yes", "install", *DEBIAN)
+    unfinished = SYSTEM.with_suffix(".new")
     for package in (apt / "cache" / "archives").glob("*.deb"):
-        run("dpkg-deb", "--extract", package, SYSTEM)
+        run("dpkg-deb", "--extract", package, unfinished)
+    unfinished.rename(SYSTEM)
     shutil.rmtree(apt)
 
 
@@ -83,19 +86,22 @@ def real_python() -> Path:
 
 def write_script(emulator: str) -> None:
     """Write the script, and let Python start other processes with it."""
-    command = f'exec {emulator} -L {SYSTEM} {real_python()} "$@"'
-    PYTHON.write_text(f"#!/bin/sh\nexport PYTHONPATH={SITE}\n{command}\n")
+    command = shlex.join([emulator, "-L", str(SYSTEM), str(real_python())])
+    PYTHON.write_text(f'#!/bin/sh\nexport PYTHONPATH={shlex.quote(str(SITE))}\nexec {command} "$@"\n')
     PYTHON.chmod(0o755)
     (SITE / "sitecustomize.py").write_text(f"import sys\n\nsys.executable = {str(PYTHON)!r}\n")
 
 
 def install_packages() -> None:
     version = real_python().name.removeprefix("python")
-    options = ["--quiet", "--target", SITE, "--only-binary=:all:", "--python-version", version]
+    unfinished = SITE.with_suffix(".new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    options = ["--quiet", "--target", unfinished, "--only-binary=:all:", "--python-version", version]
     options += [word for name in PLATFORMS for word in ("--platform", name)]
     pip = [sys.executable, "-m", "pip", "install", *options]
     run(*pip, "--no-deps", oldest_torch())
     run(*pip, *PACKAGES)
+    unfinished.rename(SITE)
 
 
 def main() -> None:
@@ -114,8 +120,10 @@ def main() -> None:
     run(PYTHON, *build, CXX=COMPILER, FORCE_CUDA="0", CPLUS_INCLUDE_PATH=headers)
     shutil.rmtree(SITE / "fusedacc", ignore_errors=True)
     shutil.move(CHECKOUT / "fusedacc", SITE / "fusedacc")
-    run(PYTHON, "-m", "fusedacc", "info")
-    run(PYTHON, ".ci/try_wheel.py")
+    built = {"FUSEDACC_ENGINE": "1", "FUSEDACC_BUILD": "0", "FUSEDACC_BACKEND": "cpu"}
+    built["FUSEDACC_CACHE"] = str(FOLDER / "cache")
+    run(PYTHON, "-m", "fusedacc", "info", **built)
+    run(PYTHON, ".ci/try_wheel.py", **built)
     run(PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
 
 

@@ -6,8 +6,8 @@ For each Python (default: the one that runs this script), there are two environm
 torch that pyproject.toml allows, and one with the newest torch on the index. In each environment, `info`,
 `try_wheel.py` and a quick part of the test suite run twice:
 
-- with the wheel, whose library must load although it was built with another torch. `info` builds the native
-  engine, if the wheel has none for this torch and Python;
+- with the wheel, whose library must load although it was built with another torch. If the wheel has no native
+  engine for this torch and Python, `info` must build it;
 - with an install from the sources, which also builds the native engine. All environments install from one
   checkout, and have the same path. So each build finds the objects of the build before, made with the headers
   of another torch in the same folder, and must compile every file again.
@@ -134,10 +134,15 @@ class Environment:
         counts = {word: number for line in last for number, word in re.findall(r"(\d+) (\w+)", line)}
         results = ["fails" if result.returncode else "runs" for result in (info, training)]
         numbers = [counts.get(word, "0") for word in ("passed", "failed", "skipped")]
-        cells = [compiled, engine[1] if engine else "?", *results, *numbers, f"{seconds:.0f}"]
-        # An object that is not compiled again is of the torch before.
+        kind = engine[1] if engine else "?"
+        if kind == "native":
+            kind = "built at first use" if "building the native engine" in info.stderr else "installed"
+        cells = [compiled, kind, *results, *numbers, f"{seconds:.0f}"]
+        # An object that was not compiled again still has the headers of the previous torch.
         is_complete = package != str(CHECKOUT) or (bool(steps) and len(steps) == int(steps[-1][1]))
-        return cells, is_complete and not any(result.returncode for result in (info, training, tests))
+        has_engine = kind not in ("none", "?")
+        failed = any(result.returncode for result in (info, training, tests))
+        return cells, is_complete and has_engine and not failed
 
 
 def oldest_torch() -> str:
@@ -152,6 +157,8 @@ def oldest_torch() -> str:
 
 def main() -> None:
     wheel, *pythons = sys.argv[1:]
+    if not Path(wheel).is_file():
+        raise SystemExit(f"{wheel}: there is no such file; `make wheel` builds it")
     packages = {"wheel": str(Path(wheel).resolve()), "built there": str(CHECKOUT)}
     head = [
         "Python",

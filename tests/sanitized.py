@@ -52,7 +52,7 @@ KINDS = {
         flags=("-fsanitize=address,undefined", "-fno-sanitize=vptr"),
         preloaded=("libasan.so", "libubsan.so", "libstdc++.so"),
         settings={
-            # Python frees little when it ends.
+            # Python does not free everything at exit, which would be reported as leaks.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
             # Python's own allocator would hide the memory of its objects.
@@ -152,7 +152,7 @@ class Outcome:
 
 
 def make_copy(folder: Path, fault: Mutant | None = None) -> None:
-    """Copy the project, put the fault into the copy. Objects of an earlier build stay there."""
+    """Copy the project, and put the fault into the copy. Objects of an earlier build stay there."""
     (folder / "build").mkdir(parents=True, exist_ok=True)
     for source in ROOT.iterdir():
         target = folder / source.name
@@ -176,7 +176,7 @@ def build(folder: Path, kind: Kind) -> None:
     flags = " ".join(("-g1", "-O1", "-w", "-fno-omit-frame-pointer", *kind.flags))
     compiler.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" {flags}\n')
     compiler.chmod(0o755)
-    environment = os.environ | {"CXX": str(compiler), "FORCE_CUDA": "0"}
+    environment = os.environ | {"CXX": shlex.quote(str(compiler)), "FORCE_CUDA": "0"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(command, cwd=folder, env=environment, check=True)
     if not list((folder / "fusedacc").glob("_autograd.*.so")):  # setup.py goes on without it
@@ -211,8 +211,8 @@ def run(folder: Path, kind: Kind, tests: tuple[str, ...], *options: str) -> Outc
 
 
 def check(name: str, tests: tuple[str, ...], with_faults: bool) -> list[tuple[str, Outcome, bool]]:
-    """Run the tests of a kind, and those of its faults. Return what was run, its outcome, and whether it is
-    as it must be.
+    """Run the tests of a kind, and those of its faults. Return what was run, its outcome, and whether this is
+    the expected one.
     """
     kind, folder = KINDS[name], COPIES / name
     make_copy(folder)

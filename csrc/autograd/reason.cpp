@@ -42,9 +42,7 @@ Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::au
   return has_hooks_that_act(parameter) ? Reason::kWeightHook : Reason::kInModule;
 }
 
-Reason reason_for(const Slot& slot) {
-  return reason_for(slot, slot.parameter(), slot.node);
-}
+Reason reason_for(const Slot& slot) { return reason_for(slot, slot.parameter(), slot.node); }
 
 bool is_left_to_autograd(Reason reason) {
   return reason == Reason::kHookAfterNode || reason == Reason::kPostAccumulateHook;

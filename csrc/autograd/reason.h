@@ -21,8 +21,8 @@ const char* name_of(Reason reason);
 
 // The first reason that applies. node: the AccumulateGrad node of the parameter, or null without one.
 Reason reason_for(const Slot& slot, const at::Tensor& parameter, const torch::autograd::Node* node);
-// The same for the slot's parameter as it is now, with the node that has our hook. (PyTorch keeps a parameter's
-// node under a mutex that only a forward pass takes, so another thread must not ask for it.)
+// The same for the slot's parameter as it is now, with the node that has our hook. PyTorch guards a
+// parameter's node by a mutex that is not public, so another thread must not ask the parameter for it.
 Reason reason_for(const Slot& slot);
 
 // Whether autograd must store the gradient, because other code reads it from p.grad.

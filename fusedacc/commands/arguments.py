@@ -55,7 +55,8 @@ def _add_audit(parser: Parser) -> None:
 def _add_info(parser: Parser) -> None:
     parser.description = (
         "Runs one small sum per dtype pair, backend and device, and checks the results. Exit status: 0; 1 if "
-        "something that was built does not work."
+        "a kernel or a self-test gives a wrong result, a variable has a wrong value, or a device has no "
+        "backend."
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 

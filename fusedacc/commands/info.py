@@ -97,10 +97,14 @@ def _self_tests() -> dict[str, Any]:
         off = selftest.is_off()
     except ValueError as problem:
         return {"problem": str(problem)}
+    try:
+        kept_in = str(cache_folder.folder() / selftest.FILE)
+    except RuntimeError:  # no home
+        kept_in = None
     gpus = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
     return {
         "off": off,
-        "kept_in": str(cache_folder.folder() / selftest.FILE),
+        "kept_in": kept_in,
         "devices": {str(device): selftest.results(device) for device in gpus},
     }
 

@@ -1,7 +1,7 @@
 """Builds the native engine once, when it is first needed and the package has none for this torch and Python.
 
 The engine is kept in the cache folder, under a name with the versions of torch and Python and a hash of all
-that it is made of. A build that failed is remembered there too.
+that it is made of. If the compiler refuses the sources, that is remembered there too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +32,9 @@ VARIABLE = "FUSEDACC_BUILD"
 FOLDER = "engine"
 #: What a build takes on one core, in words.
 DURATION = "about 40 s"
+_ANOTHER_FOLDER = f"Set {cache_folder.VARIABLE} to a folder that you can write to"
+#: In a compiler's output: the system, and not the sources, made it fail.
+_OF_THE_SYSTEM = ("Killed signal", "No space left", "Cannot allocate memory", "out of memory")
 
 
 def sources() -> Path | None:
@@ -68,7 +74,7 @@ def cached_file() -> Path | None:
 def build() -> str | None:
     """Build `cached_file()`, or wait until another process has built it.
 
-    Does not raise if the build fails: it warns once and remembers the failure.
+    Does not raise if the build fails: it warns, and remembers a failure that would repeat.
 
     Returns:
         None if the file exists now, else why it does not and how to get it.
@@ -80,21 +86,23 @@ def build() -> str | None:
     assert compiler is not None
     assert folder is not None
     assert file is not None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"it cannot be built in {file.parent}: {error}. {cache_folder.VARIABLE} names another folder"
+    began = time.time()
     with cache_folder.locked(f"{FOLDER}/{file.stem}", when_waiting=_say_waiting):
         if file.exists():
             return None
-        failure = _Failure(file, compiler)
-        problem = None if wanted() else failure.read()
+        remembered = _Failure(file, compiler)
+        # FUSEDACC_BUILD=1 tries again, but not in each process that has waited for this one.
+        problem = remembered.read(since=began if wanted() else 0.0)
         if problem is None:
-            problem = _compile(compiler, folder, file)
-            if problem is not None:
-                problem = f"{problem}. {VARIABLE}=1 tries it again"
-                failure.write(problem)
-                warnings.warn(f"fusedacc works without its native engine: {problem}", stacklevel=2)
+            failure = _compile(compiler, folder, file)
+            if failure is None:
+                return None
+            again = f"Set {VARIABLE}=1 to try again" if failure.would_repeat else "The next run tries again"
+            problem = f"{failure.problem}. {again}"
+            if failure.would_repeat:
+                remembered.write(problem)
+            lost = "fusedacc runs without its native engine, and saves nothing"
+            warnings.warn(f"{lost}: {problem}", stacklevel=2)
         return problem
 
 
@@ -102,7 +110,7 @@ def _obstacle() -> str | None:
     """Return why the engine cannot be built here, and what to do about it; None if it can."""
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if wanted() is False:
-        return f"{VARIABLE}=0 forbids building it"
+        return f"{VARIABLE}=0 prevents building it"
     if sources() is None:
         return f"its sources are not in {installation.FOLDER}. To build it, {installation.how_to_build()}"
     if engine_command.find_compiler() is None:
@@ -118,9 +126,24 @@ def _obstacle() -> str | None:
             f"Python.h is not in {headers}, so it cannot be built. Install Python's headers "
             f"(Debian, Ubuntu: apt-get install {python}-dev). The next run builds the engine"
         )
-    if cached_file() is None:
-        return f"there is no home folder to build it in. {cache_folder.VARIABLE} names another folder"
+    file = cached_file()
+    if file is None:
+        return f"there is no home folder to build it in. {_ANOTHER_FOLDER}"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"it cannot be built in {file.parent}: {error}. {_ANOTHER_FOLDER}"
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        return f"it cannot be built in {file.parent}, which is not writable. {_ANOTHER_FOLDER}"
     return None
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Why a build failed, and whether the same compiler would fail again."""
+
+    problem: str
+    would_repeat: bool
 
 
 class _Failure:
@@ -134,12 +157,14 @@ class _Failure:
     def __init__(self, file: Path, compiler: list[str]) -> None:
         self._file = file.with_suffix(".failed")
         program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
-        #: Another compiler may succeed. A new version of a compiler has another time.
+        #: Another compiler may succeed. A new version of it has another modification time.
         self._compiler = f"{' '.join(compiler)} {program} {program.stat().st_mtime_ns}"
 
-    def read(self) -> str | None:
-        """Return why the build failed; None if it has not failed with this compiler."""
+    def read(self, since: float) -> str | None:
+        """Return why the build failed; None if it has not failed with this compiler since a time."""
         try:
+            if self._file.stat().st_mtime < since:
+                return None
             compiler, _, problem = self._file.read_text().partition("\n")
         except OSError:
             return None
@@ -158,38 +183,40 @@ def _say_waiting() -> None:
     _say(f"waiting for another process that builds the native engine; this takes {DURATION}")
 
 
-def _compile(compiler: list[str], folder: Path, file: Path) -> str | None:
+def _compile(compiler: list[str], folder: Path, file: Path) -> _Failed | None:
     """Build the engine. Return None, or why it failed, with the name of the log."""
     _say(
         f"building the native engine for torch {torch.__version__} and Python {platform.python_version()}; "
-        f"this takes {DURATION}, once ({VARIABLE}=0 forbids it)"
+        f"this takes {DURATION}, once (set {VARIABLE}=0 to prevent it)"
     )
     package = Path(torch.__file__).parent
     log = file.with_suffix(".log")
     try:
-        with tempfile.TemporaryDirectory(dir=file.parent) as temporary, log.open("w") as output:
+        with tempfile.TemporaryDirectory(dir=file.parent) as temporary, log.open("w") as said:
             unit, made, engine = (Path(temporary) / name for name in ("engine.cpp", "engine.o", "engine.so"))
             engine_command.write_unit(folder, unit)
             for command in (
                 engine_command.compilation(compiler, package, engine_command.python_headers(), unit, made),
                 engine_command.link(compiler, package, [made], engine),
             ):
-                print(*command, file=output, flush=True)
+                print(*command, file=said, flush=True)
                 environment = {**os.environ, "LC_ALL": "C"}  # `_first_error` reads English messages
-                subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=True)
+                subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, env=environment, check=True)
             os.replace(engine, file)
     except subprocess.CalledProcessError as error:
-        first = _first_error(log)
-        return (
-            f"{compiler[0]} failed to build it (exit status {error.returncode}{first}). "
-            f"The whole output is in {log}"
+        output = log.read_text(errors="replace")
+        problem = (
+            f"{compiler[0]} failed to build it (exit status {error.returncode}{_first_error(output)}). "
+            f"The whole output is in {log}. The engine needs g++ 10 or newer; CXX names another compiler"
         )
+        was_stopped = error.returncode < 0 or any(words in output for words in _OF_THE_SYSTEM)
+        return _Failed(problem, would_repeat=not was_stopped)
     except OSError as error:
-        return f"building it failed: {error}"
+        return _Failed(f"building it failed: {error}", would_repeat=False)
     return None
 
 
-def _first_error(log: Path) -> str:
-    """Return the first error of a compiler's output, after a colon; empty if there is none."""
-    lines = log.read_text(errors="replace").splitlines()[1:]
-    return next((f": {line.strip()}" for line in lines if "error" in line.lower()), "")
+def _first_error(output: str) -> str:
+    """Return the first error of a compiler's or linker's output, after a colon; empty if there is none."""
+    found = re.search(r"^(?!collect2).*(error:|cannot find|undefined reference).*$", output, re.MULTILINE)
+    return f": {found[0].strip()}" if found else ""

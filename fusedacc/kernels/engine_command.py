@@ -42,9 +42,16 @@ def released_file_name(torch_version: str, commit: str, soabi: str) -> str:
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C++ compiler: `CXX` if it is set. None: there is none."""
-    if os.environ.get("CXX"):
-        command = shlex.split(os.environ["CXX"])
+    """Return the command of the C++ compiler: `CXX` if it is set. None: there is none.
+
+    Raises ValueError if `CXX` has a quote that is not closed.
+    """
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise ValueError(f"CXX={named}: {error}") from None
+    if command:
         return command if shutil.which(command[0]) else None
     return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
 

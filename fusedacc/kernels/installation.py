@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 #: The package's folder, with the compiled files.
 FOLDER = Path(__file__).parents[1]
-#: With the installed torch, and nothing else is changed.
-_PIP = "pip install --no-build-isolation --no-deps --force-reinstall"
+_PYTHON = shlex.quote(sys.executable or "python")
+#: Build with the installed torch, and change no other package.
+_PIP = f"{_PYTHON} -m pip install --no-build-isolation --no-deps --force-reinstall"
 _IN_CHECKOUT = f"run in a checkout of fusedacc: {_PIP} ."
 
 
@@ -20,7 +22,7 @@ def how_to_build() -> str:
     """Return what to do to build the compiled files for this torch and Python. It begins with a verb."""
     checkout = FOLDER.parent
     if (checkout / "csrc").is_dir() and (checkout / "setup.py").is_file():
-        return f"run in {checkout}: python setup.py build_ext --inplace"
+        return f"run in {shlex.quote(str(checkout))}: {_PYTHON} setup.py build_ext --inplace"
     found = importlib.metadata.distributions(name="fusedacc", path=[str(FOLDER.parent)])
     distribution = next(iter(found), None)
     if distribution is None:

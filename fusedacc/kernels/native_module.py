@@ -22,7 +22,8 @@ from torch import Tensor
 from . import engine_build, engine_command, installation, library
 from .checks import switch
 
-#: "0": wrappers have no native engine; "1": raise if it is missing; "" or not set: use it if it exists.
+#: "0": wrappers have no native engine; "1": raise if it is missing; "" or not set: use it, and build it if it
+#: is missing.
 VARIABLE = "FUSEDACC_ENGINE"
 #: What is lost without the engine.
 LOST = (
@@ -107,7 +108,7 @@ def why_not() -> str | None:
         VARIABLE,
         on="the native engine, or an error",
         off="no native engine",
-        unset="the native engine if it is built",
+        unset="the native engine if it exists or can be built",
     )
     engine_build.wanted()
     if choice is False:

@@ -49,7 +49,7 @@ def test_the_arithmetic_is_the_same(name: str) -> None:
 
 
 @pytest.mark.skipif(not sweeps.FULL, reason="takes a minute; FUSEDACC_FULL_TESTS=1 runs it")
-def test_the_kernels_compile_without_warnings(monkeypatch, tmp_path: Path) -> None:
+def test_the_kernels_compile_without_warnings(monkeypatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(ROOT / "setup.py"))

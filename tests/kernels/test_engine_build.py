@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import forked
 import pytest
 from loops import TRAINS
 
 import fusedacc
-from fusedacc.kernels import cache_folder, engine_build, native_module
+from fusedacc.kernels import cache_folder, engine_build, engine_command, native_module
 
 ENGINE = native_module.path()
 pytestmark = pytest.mark.skipif(ENGINE is None, reason="there is no engine to copy")
@@ -117,7 +118,7 @@ def test_a_build_that_fails_warns_once_and_is_not_tried_again(installed):
     (log,) = installed.cache.glob("engine/*.log")
     for text in (said, warned):
         assert f"exit status 3: engine.cpp:1: error: bad header). The whole output is in {log}" in text
-    assert "UserWarning: fusedacc works without its native engine" in warned
+    assert "UserWarning: fusedacc runs without its native engine, and saves nothing" in warned
     assert "bad header" in log.read_text()
     assert installed.calls() == 1
     again, nothing = installed.run()
@@ -137,12 +138,21 @@ import sysconfig
 found = sysconfig.get_paths
 sysconfig.get_paths = lambda *args, **kwargs: {**found(*args, **kwargs), "include": "/nowhere"}
 """
+#: Makes every folder appear to belong to another user. Root could write to it.
+NOT_WRITABLE = "import os; os.access = lambda path, mode, **_: not mode & os.W_OK\n"
+NO_HOME = """
+import os, pathlib
+os.environ.pop("XDG_CACHE_HOME", None)
+def home():
+    raise RuntimeError("Could not determine home directory.")
+pathlib.Path.home = home
+"""
 
 
 @pytest.mark.parametrize(
     ("before", "variables", "reason"),
     [
-        ("", {"FUSEDACC_BUILD": "0"}, "FUSEDACC_BUILD=0 forbids building it"),
+        ("", {"FUSEDACC_BUILD": "0"}, "FUSEDACC_BUILD=0 prevents building it"),
         ("", {"FUSEDACC_ENGINE": "0"}, "FUSEDACC_ENGINE=0"),
         ("", {"CXX": "no-compiler"}, "CXX=no-compiler was not found, so it cannot be built. Install g++"),
         (
@@ -151,7 +161,10 @@ sysconfig.get_paths = lambda *args, **kwargs: {**found(*args, **kwargs), "includ
             "no C++ compiler was found, so it cannot be built. Install g++",
         ),
         (NO_HEADERS, {}, "Python.h is not in /nowhere, so it cannot be built. Install Python's headers"),
-        ("", {"FUSEDACC_CACHE": "/dev/null"}, "FUSEDACC_CACHE names another folder"),
+        ("", {"FUSEDACC_CACHE": "/dev/null"}, "Set FUSEDACC_CACHE to a folder"),
+        (NOT_WRITABLE, {}, "engine, which is not writable. Set FUSEDACC_CACHE to a folder"),
+        (NO_HOME, {"FUSEDACC_CACHE": None}, "there is no home folder to build it in. Set FUSEDACC_CACHE"),
+        ("", {"CXX": "'g++"}, "CXX='g++: No closing quotation"),
         ("import shutil; shutil.rmtree('fusedacc/csrc')\n", {}, "its sources are not in"),
     ],
 )
@@ -160,6 +173,46 @@ def test_without_a_build_training_works_and_the_reason_says_what_to_do(installed
     assert reason in said
     assert warned == ""
     assert installed.calls() == 0
+
+
+@pytest.mark.parametrize(
+    "end", ["kill -9 $$", "echo 'fatal error: Killed signal terminated program cc1plus' >&2; exit 1"]
+)
+def test_a_compiler_that_was_stopped_is_tried_again(installed, end):
+    installed.write_compiler(end)
+    said, warned = installed.run()
+    assert "The next run tries again" in said
+    assert "fusedacc runs without its native engine" in warned
+    installed.write_compiler()
+    os.utime(installed.compiler, (1, 1))
+    assert installed.run()[0] == "None"
+
+
+def test_one_of_several_processes_tries_again_what_has_failed(installed):
+    installed.write_compiler("sleep 1; exit 3")
+    for running in [installed.start(FUSEDACC_BUILD="1") for _ in range(3)]:
+        assert running.wait().returncode == 0
+    assert installed.calls() == 1
+    installed.run(FUSEDACC_BUILD="1")
+    assert installed.calls() == 2
+
+
+def test_an_error_of_the_linker_is_named(installed):
+    output = "In file included from c10/util/error.h:3\ncollect2: error: ld returned 1 exit status\n"
+    output += "/usr/bin/ld: cannot find -ltorch"
+    installed.write_compiler(f"printf '{output}\n' >&2; exit 1")
+    assert "(exit status 1: /usr/bin/ld: cannot find -ltorch)" in installed.run()[0]
+
+
+def test_a_compiler_of_spaces_is_none():
+    with mock.patch.dict(os.environ, {"CXX": " ", "PATH": "/nowhere"}):
+        assert engine_command.find_compiler() is None
+
+
+def test_info_works_without_a_home(installed):
+    program = NO_HOME + "from fusedacc import __main__; __main__.main(['info'])"
+    said, _ = installed.run(program, FUSEDACC_CACHE=None)
+    assert "there is no home folder to build it in" in " ".join(said.split())
 
 
 def test_info_and_explain_say_what_is_lost(installed):

@@ -22,7 +22,7 @@ from fusedacc.kernels import engine_command, installation, library, native_modul
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
-PACKAGED += ["CHANGELOG.md", "SECURITY.md"]
+PACKAGED += ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
 #: Runs `setup.py` of a folder, as `python setup.py` does.
 SETUP = "import runpy; runpy.run_path({!r}, run_name='__main__')"
@@ -247,9 +247,8 @@ def test_what_a_message_tells_to_run_builds_what_is_missing(tmp_path: Path, inst
     assert where.strip() == {"checkout": f"in {checkout}", "copy": "in a checkout of fusedacc"}.get(
         installed, ""
     )
-    program, *arguments = shlex.split(said)
-    words = [sys.executable, *(["-m", "pip"] if program == "pip" else []), *arguments]
-    words += ["--upgrade", "--target", package] if program == "pip" else []
+    words = shlex.split(said)
+    words += ["--upgrade", "--target", package] if "pip" in words else []
     variables = {"CXX": fake_compiler(tmp_path, COPIES), "FORCE_CUDA": "0"}
     folder = checkout if where else tmp_path
     subprocess.run(words, cwd=folder, env={**os.environ, **variables}, check=True, capture_output=True)
@@ -281,7 +280,10 @@ def test_messages_name_where_pip_got_the_package(tmp_path: Path, monkeypatch, or
         (tmp_path / "fusedacc-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.setattr(installation, "FOLDER", tmp_path / "fusedacc")
     assert said in installation.how_to_build()
-    assert "pip install --no-build-isolation --no-deps --force-reinstall" in installation.how_to_build()
+    assert (
+        f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall"
+        in installation.how_to_build()
+    )
 
 
 #: A source whose object holds the names of everything that it was compiled with.

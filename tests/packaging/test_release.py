@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))
-build_wheel = pytest.importorskip("build_wheel")
-old_glibc = sys.modules["old_glibc"]
+import build_wheel  # noqa: E402 (the folder is added to the path above)
+import old_glibc  # noqa: E402 (as above)
 
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "nm", "readelf"))) or not os.confstr("CS_GNU_LIBC_VERSION"),
