@@ -297,8 +297,8 @@ class BuildLibrary(build_ext):
         except subprocess.CalledProcessError as error:
             if not is_library:
                 print(
-                    f"fusedacc: the native engine was not built (exit status {error.returncode}): "
-                    "autograd stores all gradients, and fusedacc adds them from there",
+                    f"fusedacc: the native engine was not built (exit status {error.returncode}). "
+                    "fusedacc tries to build it when it is first needed",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -367,8 +367,8 @@ else:
         extensions.append(Extension("fusedacc._autograd", sources=[], optional=True))
     else:
         print(
-            "fusedacc: Python.h was not found: building without the native engine; autograd "
-            "stores all gradients, and fusedacc adds them from there",
+            f"fusedacc: Python.h was not found in {engine_command.python_headers()}: building without the "
+            "native engine. With Python's headers, fusedacc builds it when it is first needed",
             file=sys.stderr,
             flush=True,
         )
