@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -491,6 +492,10 @@ def test_as_many_graphs_and_breaks_as_plain_pytorch(case):
         assert_same_gradients(models[1][0], models[0][0])
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and torch.__version__ < "2.11",
+    reason="torch.compile of PyTorch 2.10 under Python 3.13.0 does not notice that a forward was replaced",
+)
 def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
     ours, stock = twins(wraps=False, fullgraph=True)
     model, twin = ours.model, stock.model

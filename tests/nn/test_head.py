@@ -148,6 +148,12 @@ UNUSUAL_WEIGHTS = {
 }
 
 
+def product_of_infinity_is_nan(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's product has nan in place of infinity, as in bfloat16 on CPUs with AVX-512 only."""
+    infinite = torch.full((CLASSES, 3), torch.inf, dtype=dtype)
+    return bool((infinite @ torch.ones(3, 96, dtype=dtype)).isnan().any())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [*cpu_backends(), "compiled"])
 def test_unusual_class_weights(dtype, backend, monkeypatch):
@@ -179,6 +185,8 @@ def test_unusual_class_weights(dtype, backend, monkeypatch):
         loss = run(*own[:2], target, linear_bias=own[2], weight=weights, **given)
         loss.backward(torch.linspace(1.0, 1.5, loss.numel(), dtype=loss.dtype).view(loss.shape))
         for one, other in zip([loss, *(each.grad for each in own)], wanted, strict=True):
+            if product_of_infinity_is_nan(dtype):
+                other = other.masked_fill(other.isinf() & one.isnan(), torch.nan)
             scale = max(other.detach().nan_to_num(0, 0, 0).abs().flatten().tolist(), default=0.0)
             torch.testing.assert_close(
                 one.double(),
