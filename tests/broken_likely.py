@@ -6,17 +6,17 @@ BREAKS = read_mutants(
     r"""
 fusedacc/kernels: tests/kernels/test_engine_build.py
 # a failed build is tried again in each process
--problem = remembered.read(since=began if wanted() else 0.0)
+-problem = note.read(began)
 +problem = None
-# with FUSEDACC_BUILD=1 each of several processes tries again
--since=began if wanted() else 0.0
-+since=time.time() if wanted() else 0.0
+# each of several processes tries again what has just failed
+-holds = is_new or (
++holds = (
 # a compiler that was killed is not tried again
 -would_repeat=not was_stopped
 +would_repeat=True
 # a failed build is not tried again with another compiler
--return problem if compiler == self._compiler else None
-+return problem
+-return problem if holds and compiler == self._compiler else None
++return problem if holds else None
 # processes that waited build again
 -        if file.exists():
 -            return None

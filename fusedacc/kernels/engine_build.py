@@ -74,7 +74,7 @@ def cached_file() -> Path | None:
 def build() -> str | None:
     """Build `cached_file()`, or wait until another process has built it.
 
-    Does not raise if the build fails: it warns, and remembers a failure that would repeat.
+    Does not raise if the build fails: it warns, and leaves a note for other processes.
 
     Returns:
         None if the file exists now, else why it does not and how to get it.
@@ -90,17 +90,15 @@ def build() -> str | None:
     with cache_folder.locked(f"{FOLDER}/{file.stem}", when_waiting=_say_waiting):
         if file.exists():
             return None
-        remembered = _Failure(file, compiler)
-        # FUSEDACC_BUILD=1 tries again, but not in each process that has waited for this one.
-        problem = remembered.read(since=began if wanted() else 0.0)
+        note = _Note(file, compiler)
+        problem = note.read(began)
         if problem is None:
             failure = _compile(compiler, folder, file)
             if failure is None:
                 return None
             again = f"Set {VARIABLE}=1 to try again" if failure.would_repeat else "The next run tries again"
             problem = f"{failure.problem}. {again}"
-            if failure.would_repeat:
-                remembered.write(problem)
+            note.write(problem, failure.would_repeat)
             lost = "fusedacc runs without its native engine, and saves nothing"
             warnings.warn(f"{lost}: {problem}", stacklevel=2)
         return problem
@@ -139,14 +137,14 @@ def _obstacle() -> str | None:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Failure:
     """Why a build failed, and whether the same compiler would fail again."""
 
     problem: str
     would_repeat: bool
 
 
-class _Failure:
+class _Note:
     """Remembers that a compiler has failed to build the engine.
 
     Args:
@@ -160,19 +158,22 @@ class _Failure:
         #: Another compiler may succeed. A new version of it has another modification time.
         self._compiler = f"{' '.join(compiler)} {program} {program.stat().st_mtime_ns}"
 
-    def read(self, since: float) -> str | None:
-        """Return why the build failed; None if it has not failed with this compiler since a time."""
-        try:
-            if self._file.stat().st_mtime < since:
-                return None
-            compiler, _, problem = self._file.read_text().partition("\n")
-        except OSError:
-            return None
-        return problem if compiler == self._compiler else None
+    def read(self, began: float) -> str | None:
+        """Return why the build failed with this compiler. None: it did not, or is to be tried again.
 
-    def write(self, problem: str) -> None:
+        began: when this process began to wait for others. What has failed since then it does not try again.
+        """
+        try:
+            is_new = self._file.stat().st_mtime >= began
+            compiler, would_repeat, problem = self._file.read_text().split("\n", 2)
+        except (OSError, ValueError):
+            return None
+        holds = is_new or (would_repeat == "True" and not wanted())
+        return problem if holds and compiler == self._compiler else None
+
+    def write(self, problem: str, would_repeat: bool) -> None:
         with contextlib.suppress(OSError):  # without the note, the next process tries it again
-            self._file.write_text(f"{self._compiler}\n{problem}")
+            self._file.write_text(f"{self._compiler}\n{would_repeat}\n{problem}")
 
 
 def _say(text: str) -> None:
@@ -183,7 +184,7 @@ def _say_waiting() -> None:
     _say(f"waiting for another process that builds the native engine; this takes {DURATION}")
 
 
-def _compile(compiler: list[str], folder: Path, file: Path) -> _Failed | None:
+def _compile(compiler: list[str], folder: Path, file: Path) -> _Failure | None:
     """Build the engine. Return None, or why it failed, with the name of the log."""
     _say(
         f"building the native engine for torch {torch.__version__} and Python {platform.python_version()}; "
@@ -210,9 +211,9 @@ def _compile(compiler: list[str], folder: Path, file: Path) -> _Failed | None:
             f"The whole output is in {log}. The engine needs g++ 10 or newer; CXX names another compiler"
         )
         was_stopped = error.returncode < 0 or any(words in output for words in _OF_THE_SYSTEM)
-        return _Failed(problem, would_repeat=not was_stopped)
+        return _Failure(problem, would_repeat=not was_stopped)
     except OSError as error:
-        return _Failed(f"building it failed: {error}", would_repeat=False)
+        return _Failure(f"building it failed: {error}", would_repeat=False)
     return None
 
 

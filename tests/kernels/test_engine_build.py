@@ -188,13 +188,17 @@ def test_a_compiler_that_was_stopped_is_tried_again(installed, end):
     assert installed.run()[0] == "None"
 
 
-def test_one_of_several_processes_tries_again_what_has_failed(installed):
-    installed.write_compiler("sleep 1; exit 3")
-    for running in [installed.start(FUSEDACC_BUILD="1") for _ in range(3)]:
-        assert running.wait().returncode == 0
-    assert installed.calls() == 1
-    installed.run(FUSEDACC_BUILD="1")
-    assert installed.calls() == 2
+@pytest.mark.parametrize(("choice", "would_repeat"), [("1", True), ("", True), ("", False)])
+def test_processes_that_waited_do_not_try_again_what_has_failed(tmp_path, monkeypatch, choice, would_repeat):
+    monkeypatch.setenv(engine_build.VARIABLE, choice)
+    note = engine_build._Note(tmp_path / "engine.so", [sys.executable])
+    assert note.read(0.0) is None
+    note.write("it failed\ntwice", would_repeat)
+    (written,) = tmp_path.iterdir()
+    os.utime(written, (1000, 1000))
+    assert note.read(began=999) == "it failed\ntwice"
+    later = "it failed\ntwice" if would_repeat and choice != "1" else None
+    assert note.read(began=1001) == later
 
 
 def test_an_error_of_the_linker_is_named(installed):
