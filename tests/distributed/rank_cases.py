@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import asdict, dataclass, field
 
+import adagrad
 import torch
 from ranks_setting import LOW
 
@@ -15,22 +16,6 @@ INNER = (
     (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     (torch.optim.Adagrad, {"lr": 0.05}),
 )
-
-
-def adagrad_grows() -> bool:
-    """Return whether Adagrad takes parameters that are added later. torch 2.11 makes its state before."""
-    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    inner = torch.optim.Adagrad([first])
-    inner.add_param_group({"params": [second]})
-    second.grad = torch.ones(1)
-    try:
-        inner.step()
-    except KeyError:
-        return False
-    return True
-
-
-ADAGRAD_GROWS = adagrad_grows()
 #: Parameters that may be frozen. Without the others, no loss would have a graph, or a reentrant checkpoint
 #: would have no parameters that train.
 MAY_FREEZE = ("up.weight", "up.bias", "norm.weight", "twice.weight", "twice.bias", "down.bias")
@@ -141,7 +126,7 @@ def random_loop(seed: int) -> Loop:
     reduction = rng.choice(["mean", "mean", "sum", "weighted", "normalized"]) if counted else "sum"
     late = reduction == "normalized" and rng.random() < 0.3
     clip = rng.choice([None, None, 0.1, 10.0])
-    grows = ADAGRAD_GROWS or INNER[inner][0] is not torch.optim.Adagrad
+    grows = adagrad.GROWS or INNER[inner][0] is not torch.optim.Adagrad
     added = ["", "", "twice", "extra", "up"] if grows else [""]
     ends_in = "flush" if len(lengths) > 1 else rng.choice(["flush", "flush", "step"])
     return Loop(

@@ -8,12 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build_wheel
+import old_glibc
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / ".ci"))
-import build_wheel  # noqa: E402 (the folder is added to the path above)
-import old_glibc  # noqa: E402 (as above)
 
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "nm", "readelf"))) or not os.confstr("CS_GNU_LIBC_VERSION"),

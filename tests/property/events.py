@@ -2,6 +2,7 @@
 
 import random
 
+import adagrad
 import torch
 
 from .edits import CHANGES, ROADS
@@ -55,21 +56,6 @@ BETWEEN = {
     "exchange": 2,
     "resize": 2,
 }
-
-
-def _takes_new_parameters(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer's `step()` updates parameters that were added after it was made."""
-    first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    made = optimizer([first])
-    made.add_param_group({"params": [second]})
-    second.grad = torch.ones(1)
-    try:
-        made.step()
-    except KeyError:
-        return False
-    return True
-
-
 #: After these events a checkpoint is sometimes saved or loaded.
 CHECKED = ("freeze", "edit_spent", "put", "append", "remove", "exchange", "resize", "flush")
 OPTIMIZERS = (
@@ -82,8 +68,7 @@ OPTIMIZERS = (
     ("AdamW", {"lr": 0.01, "fused": True}),
     ("SGD", {"lr": 0.1, "fused": True}),
     ("Adam", {"lr": 0.01, "fused": True}),
-    # PyTorch 2.10's Adagrad raises for parameters that were added later.
-    *([("Adagrad", {"lr": 0.05})] if _takes_new_parameters(torch.optim.Adagrad) else []),
+    *([("Adagrad", {"lr": 0.05})] if adagrad.GROWS else []),
     ("RMSprop", {"lr": 0.01, "momentum": 0.9}),
     ("NAdam", {"lr": 0.01}),
     ("Adafactor", {"lr": 0.01}),
