@@ -99,7 +99,7 @@ def compiler() -> list[str]:
     found = engine_command.find_compiler()
     if found is None:
         raise SystemExit("no C++ compiler was found: install g++, or set CXX")
-    return [*found]
+    return found
 
 
 def python_of(name: str) -> Python | None:

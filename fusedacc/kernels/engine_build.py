@@ -31,7 +31,7 @@ VARIABLE = "FUSEDACC_BUILD"
 #: The folder in the cache folder.
 FOLDER = "engine"
 #: What a build takes on one core, in words.
-DURATION = "about 40 s"
+DURATION = "about 45 s"
 _ANOTHER_FOLDER = f"Set {cache_folder.VARIABLE} to a folder that you can write to"
 #: In a compiler's output: the system, and not the sources, made it fail.
 _OF_THE_SYSTEM = ("Killed signal", "No space left", "Cannot allocate memory", "out of memory")
